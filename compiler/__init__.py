@@ -1,0 +1,1 @@
+"""Drives a build: command line, checkpoints, draft modules, tracing, the step, the pipeline."""

@@ -1,0 +1,254 @@
+"""The pipeline: two checkpoints in, one engine directory out."""
+
+import contextlib
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch import fx
+from transformers import PretrainedConfig
+
+from speccompile.passes import PassResult, run_passes
+from speccompile.compiler import checkpoint, tracing
+from speccompile.compiler.draft_config import DraftConfig
+from speccompile.compiler.stages import Stage, flat_copy, inline
+from speccompile.compiler.step import Step
+from speccompile.export import directory as engine
+from speccompile.export import memory
+from speccompile.export.engine_config import build_config, pretrained_config
+from speccompile.export.errors import UserError
+from speccompile.export.onnx import to_onnx
+from speccompile.export.weights import externalise
+from speccompile.passes.program import Program
+from speccompile.passes.tap_hidden_states import tap_hidden_states
+
+DEFAULT_MAX_SEQ_LEN = 2048
+BACKENDS = ("onnxruntime",)
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    target: str
+    draft: str
+    out: Path
+    block_width: int | None = None
+    """None: the width the draft was trained at."""
+    max_seq_len: int | None = None
+    """None: what the target allows, at most 2048."""
+    max_batch_size: int = 8
+    dtype: str = "float32"
+    backend: str = "onnxruntime"
+    force: bool = False
+    trust_remote_code: bool = False
+
+
+@dataclass
+class BuildLog:
+    """What happened, for the report: seconds of each stage and what each pass matched."""
+
+    announce: Callable[[str], None] = lambda stage: None
+    stages: dict[str, float] = field(default_factory=dict)
+    passes: dict[str, list[PassResult]] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        self.announce(name)
+        start = time.perf_counter()
+        yield
+        self.stages[name] = time.perf_counter() - start
+
+
+def build(options: BuildOptions, log: BuildLog | None = None) -> dict[str, Any]:
+    """Build an engine directory at `options.out` and return its report. Raises UserError for what a user can mend."""
+    log = log or BuildLog()
+    with log.stage("check"):
+        _check_options(options)
+        target_path, draft_path = checkpoint.resolve(options.target), checkpoint.resolve(options.draft)
+        config = checkpoint.target_config(target_path, options.trust_remote_code)
+        draft_config = checkpoint.draft_config(draft_path, config)
+        width, max_seq_len = _limits(options, config, draft_config)
+        _check_space(options, checkpoint.weight_bytes(target_path) + checkpoint.weight_bytes(draft_path))
+    with engine.atomic_directory(options.out, options.force) as building, torch.no_grad():
+        with log.stage("load target"):
+            model = checkpoint.load_target(target_path, config, options.dtype, options.trust_remote_code)
+        with log.stage("load draft"):
+            draft = checkpoint.load_draft(draft_path, draft_config, options.dtype)
+            draft.lend(model.get_input_embeddings().weight, model.get_output_embeddings().weight)
+        capacity = max_seq_len + 2 * width  # a block past the last token, and the draft's block past that
+        with log.stage("trace target"):
+            shapes = tracing.cache_shapes(model)
+            model.set_attn_implementation(tracing.ATTENTION)
+            target = tracing.trace_target(model, shapes, capacity, max_seq_len)
+        with log.stage("trace draft"):
+            inject, propose = tracing.trace_draft(draft, width, capacity, model.dtype)
+        caches = _named_caches("target", shapes) | _named_caches(
+            "draft", [tracing.CacheShape(draft_config.num_key_value_heads, draft_config.head_dim, draft_config.head_dim)] * draft_config.num_hidden_layers
+        )
+        dtype = model.dtype
+        del model, draft
+        with log.stage("fuse"):
+            fused = _fuse(width, target, draft_config.target_layer_ids, (inject, propose), caches, capacity, dtype)
+            plain = _fuse(1, target, (), (), {k: v for k, v in caches.items() if k.startswith("target.")}, capacity, dtype)
+            plain.merged = fused.merged
+        models = {}
+        for name, program, rows in ((engine.STEP, fused, width), (engine.PLAIN, plain, 1)):
+            with log.stage(f"passes ({name})"):
+                log.passes[name] = run_passes(program)
+            with log.stage(f"export {name}"):
+                models[name] = to_onnx(program.graph_module, program.inputs, program.outputs, _dims(program, caches, capacity, rows))
+        settings = {
+            "contract_version": engine.CONTRACT_VERSION,
+            "backend": options.backend,
+            "dtype": options.dtype,
+            "block_width": width,
+            "max_seq_len": max_seq_len,
+            "max_batch_size": options.max_batch_size,
+            "capacity": capacity,
+            "caches": {name: {"heads": heads, "size": size} for name, (heads, size) in caches.items()},
+            "aliases": {engine.STEP: fused.aliases, engine.PLAIN: plain.aliases},
+            "vocab_size": config.get_text_config().vocab_size,
+            "target": {"path": str(target_path.resolve()), "model_type": config.model_type, "trust_remote_code": options.trust_remote_code},
+            "draft": {"path": str(draft_path.resolve()), "family": draft_config.family, **asdict(draft_config)},
+        }
+        with log.stage("write"):
+            return _write(building, options, models, settings, config, target_path, log)
+
+
+def _check_options(options: BuildOptions) -> None:
+    engine.check_destination(options.out, options.force)
+    if options.backend not in BACKENDS:
+        raise UserError(f"--backend {options.backend} is not available; choose one of: {', '.join(BACKENDS)}.")
+    if options.dtype not in checkpoint.DTYPES:
+        raise UserError(f"--dtype {options.dtype} is not something ONNX Runtime computes in on a CPU; choose one of: {', '.join(checkpoint.DTYPES)}.")
+    if options.block_width is not None and options.block_width < 2:
+        raise UserError(f"--block-width {options.block_width} leaves no row to propose with; give at least 2 (one anchor and one proposal).")
+    if options.max_batch_size < 1:
+        raise UserError(f"--max-batch-size {options.max_batch_size} is not a batch; give at least 1.")
+
+
+def _limits(options: BuildOptions, config: PretrainedConfig, draft: DraftConfig) -> tuple[int, int]:
+    width = options.block_width or draft.block_size
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    max_seq_len = options.max_seq_len or min(longest or DEFAULT_MAX_SEQ_LEN, DEFAULT_MAX_SEQ_LEN)
+    if longest and max_seq_len > longest:
+        raise UserError(f"--max-seq-len {max_seq_len} is more than the {longest} positions the target was made for (max_position_embeddings).")
+    if max_seq_len < width:
+        raise UserError(f"--max-seq-len {max_seq_len} cannot hold one block of {width} rows; give at least {width}.")
+    return width, max_seq_len
+
+
+def _check_space(options: BuildOptions, needed: int) -> None:
+    parent = options.out.resolve().parent
+    while not parent.exists():
+        parent = parent.parent
+    free = shutil.disk_usage(parent).free
+    if free < needed:
+        raise UserError(f"{parent} has {memory.human(free)} free, but the engine needs about {memory.human(needed)}; free some space or choose another --out.")
+
+
+def _named_caches(owner: str, shapes: list[tracing.CacheShape]) -> dict[str, tuple[int, int]]:
+    """{"target.0.key": (heads, size), "target.0.value": …}"""
+    return {
+        f"{owner}.{layer}.{kind}": (shape.heads, size)
+        for layer, shape in enumerate(shapes)
+        for kind, size in (("key", shape.key_size), ("value", shape.value_size))
+    }
+
+
+def _fuse(
+    width: int,
+    target: Stage,
+    layer_ids: tuple[int, ...],
+    draft: tuple[Stage, ...],
+    caches: dict[str, tuple[int, int]],
+    capacity: int,
+    dtype: torch.dtype,
+) -> Program:
+    """The step at `width` over the traced stages, as one program; without draft stages it is plain decoding."""
+    names = {owner: [n for n in caches if n.startswith(owner)] for owner in ("target", "draft")}
+    examples = {
+        owner: [torch.zeros(tracing.BATCH, caches[n][0], capacity, caches[n][1], dtype=dtype) for n in names[owner]]
+        for owner in names
+    }
+    tapped = _tapped(target, layer_ids, names["target"])
+    step = Step(width, tapped, *draft)
+    stages = [tapped, *draft]
+    graph_module = tracing.trace_step(step, stages, examples["target"], examples["draft"])
+    inline(graph_module, stages)
+    small = ["emitted", "num_emitted", "new_lengths", *(["block"] if draft else [])]
+    inputs = ["tokens", "num_tokens", "num_known", "lengths", *names["target"], *names["draft"]]
+    return Program(graph_module, inputs, [*small, *names["target"], *names["draft"]])
+
+
+def _tapped(target: Stage, layer_ids: tuple[int, ...], caches: list[str]) -> Stage:
+    """The target stage with `features` for these layers in place of all hidden states."""
+    graph_module = flat_copy(target.graph_module)
+    outputs = next(n for n in graph_module.graph.nodes if n.op == "output").args[0]
+    hidden = [f"hidden.{i}" for i in range(len(outputs) - 1 - len(caches))]
+    tap_hidden_states(Program(graph_module, ["tokens", "lengths", *caches], ["logits", *hidden, *caches]), layer_ids)
+
+    def output_shapes(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        logits, *states = target.output_shapes(inputs)
+        size = states[0].shape[-1] * len(layer_ids)
+        features = [states[0].new_empty(*states[0].shape[:-1], size)] if layer_ids else []
+        return [logits, *features, *states[len(hidden) :]]
+
+    return Stage(target.name, graph_module, output_shapes)
+
+
+def _dims(program: Program, caches: dict[str, tuple[int, int]], capacity: int, width: int) -> dict[str, list]:
+    dims: dict[str, list] = {"tokens": ["batch", "rows"], "emitted": ["batch", width], "block": ["batch", width]}
+    for name in (*program.inputs, *program.outputs):
+        if name.split("@")[0] in caches:
+            heads, size = caches[name.split("@")[0]]
+            dims[name] = ["batch", heads, capacity, size]
+        else:
+            dims.setdefault(name, ["batch"])
+    return dims
+
+
+def _write(
+    building: Path,
+    options: BuildOptions,
+    models: dict[str, ir.Model],
+    settings: dict[str, Any],
+    config: PretrainedConfig,
+    target_path: Path,
+    log: BuildLog,
+) -> dict[str, Any]:
+    try:
+        externalise(models.values(), building / engine.WEIGHTS)
+        for name, model in models.items():
+            ir.save(model, building / name)
+        for name in engine.TOKENIZER_FILES:
+            if (target_path / name).exists():
+                shutil.copyfile(target_path / name, building / name)
+        engine.write_json(
+            building / "config.json",
+            {
+                "version": version("speccompile"),
+                "pretrained_config": pretrained_config(config, options.dtype, settings["block_width"]),
+                "build_config": build_config(settings["max_seq_len"], options.max_batch_size, settings["block_width"]),
+                "speccompile": settings,
+            },
+        )
+        report = {
+            "stages": log.stages,
+            "passes": {name: [asdict(result) for result in results] for name, results in log.passes.items()},
+            "nodes": {name: len(model.graph) for name, model in models.items()},
+            "bytes": {path.name: path.stat().st_size for path in sorted(building.iterdir())},
+            "cache_bytes_per_sequence": {owner: memory.cache_bytes(settings, owner) for owner in ("target", "draft")},
+        }
+        engine.write_json(building / "report.json", report)
+        engine.write_manifest(
+            building, {name: version(name) for name in ("speccompile", "torch", "transformers", "onnx", "onnxscript", "onnxruntime")}
+        )
+    except OSError as error:
+        raise UserError(f"{options.out} could not be written ({error.strerror or error}); nothing was left behind.") from None
+    return report

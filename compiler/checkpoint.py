@@ -1,0 +1,169 @@
+"""Reads target and draft checkpoints: safetensors only, every tensor accounted for, nothing fetched unasked."""
+
+import json
+import re
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from speccompile.compiler.draft import Draft
+from speccompile.compiler.draft_config import DraftConfig, read_draft_config
+from speccompile.export.directory import read_json
+from speccompile.export.errors import UserError
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16}
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def resolve(location: str) -> Path:
+    """A checkpoint directory, or a Hugging Face hub id, which is downloaded (safetensors, configs, tokenizer)."""
+    path = Path(location)
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise UserError(f"{location} is a file; a checkpoint directory with config.json and *.safetensors was expected.")
+    if not _HUB_ID.fullmatch(location):
+        raise UserError(f"{location} is neither a directory nor a Hugging Face hub id (owner/name).")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(location, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt"]))
+    except Exception as error:
+        raise UserError(
+            f"{location} is not a local directory, and it could not be fetched from the Hugging Face hub ({type(error).__name__})."
+        ) from None
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of a checkpoint, each opened once to see that it is whole."""
+    files = sorted(directory.glob("*.safetensors"))
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        shards = read_json(index).get("weight_map")
+        if not isinstance(shards, dict):
+            raise UserError(f"{index} has no weight_map; save the checkpoint again.")
+        files = [directory / name for name in sorted(set(shards.values()))]
+    if not files:
+        pickles = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in directory.glob(pattern))
+        if pickles:
+            raise UserError(
+                f"{directory / pickles[0]} is a pickle, which can run code when it is read; save the checkpoint as safetensors."
+            )
+        raise UserError(f"{directory} holds no *.safetensors file.")
+    for file in files:
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{file} is not a whole safetensors file ({error}); copy or download it again.") from None
+    return files
+
+
+def weight_bytes(directory: Path) -> int:
+    return sum(file.stat().st_size for file in weight_files(directory))
+
+
+def target_config(directory: Path, trust_remote_code: bool = False) -> PretrainedConfig:
+    """The target's configuration. Raises UserError for anything but an unquantised causal language model."""
+    raw = read_json(directory / "config.json")
+    if "auto_map" in raw and not trust_remote_code:
+        raise UserError(
+            f"{directory / 'config.json'} brings its own modelling code (auto_map); read it, then give --trust-remote-code."
+        )
+    try:
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise UserError(f"{directory / 'config.json'} is not a configuration Transformers knows: {_first_line(error)}") from None
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "auto_map" not in raw:
+        raise UserError(f"{directory} holds a {config.model_type!r} model, which is not a causal language model.")
+    if config.get_text_config() is not config and config.model_type not in ("gemma3_text",):
+        if not hasattr(config, "num_hidden_layers"):
+            raise UserError(f"{directory} holds a {config.model_type!r} model with several parts; give its language model alone.")
+    if getattr(config, "quantization_config", None):
+        raise UserError(f"{directory} is quantised (quantization_config); give the unquantised checkpoint.")
+    return config
+
+
+def load_target(directory: Path, config: PretrainedConfig, dtype: str, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The target in eager attention, evaluation mode. Raises UserError naming a missing, left-over or misshapen tensor."""
+    weight_files(directory)
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            directory,
+            config=config,
+            dtype=DTYPES[dtype],
+            attn_implementation="eager",
+            use_safetensors=True,
+            output_loading_info=True,
+            trust_remote_code=trust_remote_code,
+            ignore_mismatched_sizes=True,
+        )
+    except Exception as error:
+        raise UserError(f"{directory} could not be loaded as {config.model_type!r}: {_first_line(error)}") from None
+    mismatched = [f"{name} (file {tuple(found)}, model {tuple(wanted)})" for name, found, wanted in info["mismatched_keys"]]
+    for kind, names in (
+        ("lacks the tensor", info["missing_keys"]),
+        ("holds a tensor the model does not use,", info["unexpected_keys"]),
+        ("disagrees with its config.json on the shape of", mismatched),
+    ):
+        if names:
+            first, more = sorted(names)[0], len(names) - 1
+            raise UserError(f"{directory} {kind} {first}{f' and {more} more' if more else ''}; the checkpoint is not complete and consistent.")
+    return model.eval().requires_grad_(False)
+
+
+def draft_config(directory: Path, target: PretrainedConfig) -> DraftConfig:
+    """The draft's configuration, checked against the target it is to serve."""
+    source = directory / "config.json"
+    config = read_draft_config(read_json(source), source)
+    text = target.get_text_config()
+    for what, found, wanted in (
+        ("hidden_size", config.hidden_size, text.hidden_size),
+        ("vocab_size", config.vocab_size, text.vocab_size),
+        ("num_target_layers", config.num_target_layers, text.num_hidden_layers),
+    ):
+        if found != wanted:
+            raise UserError(f"{source}: the draft was made for a target with {what} {found}, but this target has {wanted}; pair it with its own target.")
+    return config
+
+
+def load_draft(directory: Path, config: DraftConfig, dtype: str) -> Draft:
+    """The draft module with the checkpoint's weights. Raises UserError naming a missing, left-over or misshapen tensor."""
+    draft = Draft(config)
+    expected = {name: tensor.shape for name, tensor in draft.state_dict().items()}
+    state: dict[str, torch.Tensor] = {}
+    for file in weight_files(directory):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():
+                plain = name.removeprefix("model.")
+                if plain.startswith("rotary_emb."):
+                    continue
+                if plain not in expected:
+                    raise UserError(f"{file} holds the tensor {name}, which a {config.family} draft does not use; this draft is of another kind.")
+                tensor = tensors.get_tensor(name)
+                if tensor.shape != expected[plain]:
+                    raise UserError(f"{file}: tensor {name} has shape {tuple(tensor.shape)}, but config.json asks for {tuple(expected[plain])}.")
+                state[plain] = tensor
+    missing = sorted(set(expected) - set(state))
+    if missing:
+        raise UserError(f"{directory} lacks the tensor {missing[0]}{f' and {len(missing) - 1} more' if missing[1:] else ''}, which its config.json asks for.")
+    draft.load_state_dict(state)
+    return draft.to(DTYPES[dtype]).eval().requires_grad_(False)
+
+
+def save_draft(draft: Draft, out: Path) -> None:
+    """Write config.json in our own dialect and model.safetensors (without the target's embedding and head)."""
+    from safetensors.torch import save_file
+
+    state = {k: v.contiguous() for k, v in draft.state_dict().items() if k not in ("embedding", "head")}
+    save_file(state, out / "model.safetensors", metadata={"format": "pt"})
+    (out / "config.json").write_text(json.dumps(draft.config.to_json(), indent=2) + "\n")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0][:300]

@@ -1,0 +1,1 @@
+"""Graph to artefact: ONNX files, the engine directory, its manifest and reports."""

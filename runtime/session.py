@@ -1,0 +1,72 @@
+"""One step of an engine on ONNX Runtime, with every cache bound in place.
+
+Cache buffers are allocated once per session and bound as input and output of the same step, so nothing of
+a cache is copied; only the small outputs are read back.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnxruntime as ort
+
+from speccompile.export.directory import PLAIN, STEP, EngineDirectory
+from speccompile.export.errors import UserError
+
+@dataclass(frozen=True)
+class StepOutput:
+    """`emitted` [B, K], `num_emitted` [B], `new_lengths` [B], `block` [B, K] (None from a plain step); int64."""
+
+    emitted: np.ndarray
+    num_emitted: np.ndarray
+    new_lengths: np.ndarray
+    block: np.ndarray | None
+
+
+class OnnxSession:
+    """The fused step (`plain=False`) or plain decoding of an engine directory, for a fixed number of sequences."""
+
+    def __init__(self, engine: EngineDirectory, batch: int, plain: bool = False, threads: int = 0):
+        settings = engine.settings
+        if batch > settings["max_batch_size"]:
+            raise UserError(
+                f"A batch of {batch} is more than this engine was built for (--max-batch-size {settings['max_batch_size']})."
+            )
+        self.batch, self.plain = batch, plain
+        self.width = 1 if plain else settings["block_width"]
+        self.capacity, self.max_seq_len = settings["capacity"], settings["max_seq_len"]
+        name = PLAIN if plain else STEP
+        options = ort.SessionOptions()
+        options.log_severity_level = 3
+        options.intra_op_num_threads = threads
+        self.session = ort.InferenceSession(engine.path / name, options, providers=["CPUExecutionProvider"])
+        self.binding = self.session.io_binding()
+        dtype = np.dtype(settings["dtype"])
+        present = {value.name for value in self.session.get_inputs()}
+        self.caches = {
+            cache: ort.OrtValue.ortvalue_from_numpy(np.zeros((batch, shape["heads"], self.capacity, shape["size"]), dtype))
+            for cache, shape in settings["caches"].items()
+            if cache in present
+        }
+        for cache, buffer in self.caches.items():
+            self.binding.bind_ortvalue_input(cache, buffer)
+        for output, cache in settings["aliases"][name].items():
+            self.binding.bind_ortvalue_output(output, self.caches[cache])
+        shapes = {"emitted": (batch, self.width), "num_emitted": (batch,), "new_lengths": (batch,)}
+        if not plain:
+            shapes["block"] = (batch, self.width)
+        self.outputs = {n: ort.OrtValue.ortvalue_from_numpy(np.zeros(shape, np.int64)) for n, shape in shapes.items()}
+        for output, buffer in self.outputs.items():
+            self.binding.bind_ortvalue_output(output, buffer)
+
+    @property
+    def row_limit(self) -> int:
+        """The last cache row a step's tokens may reach; behind it lies room for the draft's block."""
+        return self.capacity - (0 if self.plain else self.width)
+
+    def step(self, tokens: np.ndarray, num_tokens: np.ndarray, num_known: np.ndarray, lengths: np.ndarray) -> StepOutput:
+        """Run one step. `tokens` [B, S], the rest [B], all int64; no sequence's `lengths + S` may pass `row_limit`."""
+        for name, value in (("tokens", tokens), ("num_tokens", num_tokens), ("num_known", num_known), ("lengths", lengths)):
+            self.binding.bind_cpu_input(name, np.ascontiguousarray(value, dtype=np.int64))
+        self.session.run_with_iobinding(self.binding)
+        values = {name: buffer.numpy() for name, buffer in self.outputs.items()}
+        return StepOutput(values["emitted"], values["num_emitted"], values["new_lengths"], values.get("block"))
