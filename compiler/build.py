@@ -112,6 +112,7 @@ def build(options: BuildOptions, log: BuildLog | None = None) -> dict[str, Any]:
             "capacity": capacity,
             "caches": {name: {"heads": heads, "size": size} for name, (heads, size) in caches.items()},
             "aliases": {engine.STEP: fused.aliases, engine.PLAIN: plain.aliases},
+            "stop_token_ids": checkpoint.stop_token_ids(target_path, config),
             "vocab_size": config.get_text_config().vocab_size,
             "target": {"path": str(target_path.resolve()), "model_type": config.model_type, "trust_remote_code": options.trust_remote_code},
             "draft": {"path": str(draft_path.resolve()), "family": draft_config.family, **asdict(draft_config)},
@@ -183,7 +184,8 @@ def _fuse(
     inline(graph_module, stages)
     small = ["emitted", "num_emitted", "new_lengths", *(["block"] if draft else [])]
     inputs = ["tokens", "num_tokens", "num_known", "lengths", *names["target"], *names["draft"]]
-    return Program(graph_module, inputs, [*small, *names["target"], *names["draft"]])
+    aliases = {f"{name}.out": name for name in (*names["target"], *names["draft"])}
+    return Program(graph_module, inputs, [*small, *aliases], aliases)
 
 
 def _tapped(target: Stage, layer_ids: tuple[int, ...], caches: list[str]) -> Stage:
@@ -205,8 +207,9 @@ def _tapped(target: Stage, layer_ids: tuple[int, ...], caches: list[str]) -> Sta
 def _dims(program: Program, caches: dict[str, tuple[int, int]], capacity: int, width: int) -> dict[str, list]:
     dims: dict[str, list] = {"tokens": ["batch", "rows"], "emitted": ["batch", width], "block": ["batch", width]}
     for name in (*program.inputs, *program.outputs):
-        if name.split("@")[0] in caches:
-            heads, size = caches[name.split("@")[0]]
+        cache = program.aliases.get(name, name)
+        if cache in caches:
+            heads, size = caches[cache]
             dims[name] = ["batch", heads, capacity, size]
         else:
             dims.setdefault(name, ["batch"])
@@ -243,6 +246,7 @@ def _write(
             "passes": {name: [asdict(result) for result in results] for name, results in log.passes.items()},
             "nodes": {name: len(model.graph) for name, model in models.items()},
             "bytes": {path.name: path.stat().st_size for path in sorted(building.iterdir())},
+            "draft": settings["draft"],
             "cache_bytes_per_sequence": {owner: memory.cache_bytes(settings, owner) for owner in ("target", "draft")},
         }
         engine.write_json(building / "report.json", report)

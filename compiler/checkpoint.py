@@ -117,6 +117,15 @@ def load_target(directory: Path, config: PretrainedConfig, dtype: str, trust_rem
     return model.eval().requires_grad_(False)
 
 
+def stop_token_ids(directory: Path, config: PretrainedConfig) -> list[int]:
+    """End-of-sequence ids: the union of what config.json and generation_config.json say."""
+    generation = directory / "generation_config.json"
+    ids: set[int] = set()
+    for found in (config.get_text_config().eos_token_id, read_json(generation).get("eos_token_id") if generation.exists() else None):
+        ids |= set(found) if isinstance(found, list) else {found} - {None}
+    return sorted(ids)
+
+
 def draft_config(directory: Path, target: PretrainedConfig) -> DraftConfig:
     """The draft's configuration, checked against the target it is to serve."""
     source = directory / "config.json"

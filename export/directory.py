@@ -55,12 +55,13 @@ def sha256(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def atomic_directory(out: Path, replace: bool) -> Iterator[Path]:
+def atomic_directory(out: Path, replace: bool, marker: str = "manifest.json") -> Iterator[Path]:
     """Yield a fresh sibling directory; rename it to `out` if the block ends well, remove it otherwise.
 
-    Raises UserError if `out` exists and `replace` is false, or is a directory that no build wrote.
+    Raises UserError if `out` exists and `replace` is false, or is a directory without `marker`, which this package
+    did not write.
     """
-    check_destination(out, replace)
+    check_destination(out, replace, marker)
     out.parent.mkdir(parents=True, exist_ok=True)
     _sweep(out)
     building = Path(tempfile.mkdtemp(prefix=f".{out.name}{_BUILDING}{os.getpid()}-", dir=out.parent))
@@ -79,13 +80,13 @@ def atomic_directory(out: Path, replace: bool) -> Iterator[Path]:
         raise
 
 
-def check_destination(out: Path, replace: bool) -> None:
+def check_destination(out: Path, replace: bool, marker: str = "manifest.json") -> None:
     if not out.exists():
         return
     if not replace:
         raise UserError(f"{out} already exists; give --force to replace it, or another --out.")
-    if not out.is_dir() or (any(out.iterdir()) and not (out / "manifest.json").exists()):
-        raise UserError(f"{out} is not an engine directory (it has no manifest.json), so --force will not replace it.")
+    if not out.is_dir() or (any(out.iterdir()) and not (out / marker).exists()):
+        raise UserError(f"{out} has no {marker}, so it is not something this command wrote; --force will not replace it.")
 
 
 def _sweep(out: Path) -> None:

@@ -11,7 +11,7 @@ bidirectional without a window (DFlash drafts)
     after:  out, K', V' = group_query_attention(q [B, 1, Hq*K*D], last row of k, last row of v, K, V)
 
 Anything else keeps the portable form. Every value a cache passes through on its way to the output must live in
-the cache's one buffer, so the intermediate ones become outputs too (`name@1`, …), aliases of the cache.
+the cache's one buffer, so the intermediate ones become outputs too (`draft.0.key.1`, …), aliases of the cache.
 """
 
 import operator
@@ -132,15 +132,14 @@ def _unfold(program: Program, out: fx.Node, val: torch.Tensor, folded: bool) -> 
 
 def _return_intermediates(program: Program) -> None:
     """Every value between a cache input and its output is returned too, to be bound to the same buffer."""
-    for name in [n for n in program.outputs if n in program.inputs]:
-        value, source = program.returned(name), program.placeholder(name)
-        program.aliases[name] = name
+    for name, cache in list(program.aliases.items()):
+        value, source = program.returned(name), program.placeholder(cache)
         chain = []
         while value is not source:
             chain.append(value)
             value = _previous(value)
         for index, middle in enumerate(reversed(chain[1:]), start=1):
-            program.add_output(f"{name}@{index}", middle, alias=name)
+            program.add_output(f"{cache}.{index}", middle, alias=cache)
 
 
 def _previous(value: fx.Node) -> fx.Node:

@@ -12,8 +12,8 @@ from torch import fx
 class Program:
     """`inputs` and `outputs` name the graph's placeholders and returned values, in order.
 
-    `aliases` maps an output to the input cache whose buffer it must be bound to; the runtime's in-place
-    binding and the file's outputs both follow it.
+    `aliases` maps an output to the input cache whose buffer it must be bound to (`target.0.key.out` to
+    `target.0.key`), so that nothing of a cache is copied.
     """
 
     graph_module: fx.GraphModule

@@ -1,8 +1,6 @@
 """The engine's own tokenizer: text to token ids and back, chat template included."""
 
-from pathlib import Path
-
-from speccompile.export.directory import EngineDirectory, read_json
+from speccompile.export.directory import EngineDirectory
 from speccompile.export.errors import UserError
 
 
@@ -15,10 +13,9 @@ def load_tokenizer(engine: EngineDirectory):
     return AutoTokenizer.from_pretrained(engine.path, trust_remote_code=False)
 
 
-def stop_token_ids(directory: Path) -> list[int]:
-    """End-of-sequence ids: the union of generation_config.json's and tokenizer_config.json's `eos_token`."""
-    ids: set[int] = set()
-    if (directory / "generation_config.json").exists():
-        found = read_json(directory / "generation_config.json").get("eos_token_id")
-        ids |= set(found if isinstance(found, list) else [found] if found is not None else [])
-    return sorted(ids)
+def chat_ids(tokenizer, messages: list[dict[str, str]]) -> list[int]:
+    """Token ids of a conversation, ready for the assistant's answer. Raises UserError where there is no chat template."""
+    if not getattr(tokenizer, "chat_template", None):
+        raise UserError("This engine's tokenizer has no chat template; give the text with --prompt and without --chat.")
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    return list(ids)

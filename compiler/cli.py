@@ -1,0 +1,229 @@
+"""The command line. Commands import what they need when they run, so that `--help` is instant."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from speccompile.export.errors import UserError
+
+app = typer.Typer(
+    name="speccompile",
+    help="Compile a target LLM and its block draft into one verify-and-propose engine, and run it.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+out, err = Console(highlight=False), Console(stderr=True, highlight=False)
+
+EnginePath = Annotated[Path, typer.Argument(metavar="ENGINE", help="Engine directory written by `speccompile build`.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+TrustRemoteCode = Annotated[bool, typer.Option(help="Run modelling code that the target's checkpoint brings along.")]
+
+
+def main() -> None:
+    """Entry point: user errors become one sentence and exit code 2."""
+    try:
+        app()
+    except UserError as error:
+        err.print(f"[bold red]error:[/] {_escape(str(error))}", soft_wrap=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _escape(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
+
+
+@app.command()
+def build(
+    target: Annotated[str, typer.Option(metavar="DIR|HUB-ID", help="Target: a Hugging Face causal LM as safetensors.")],
+    draft: Annotated[str, typer.Option(metavar="DIR|HUB-ID", help="Draft made for it: DFlash (z-lab's format) or causal-depth.")],
+    out_dir: Annotated[Path, typer.Option("--out", metavar="DIR", help="Engine directory to write.")],
+    block_width: Annotated[int | None, typer.Option(help="Rows of a block: one anchor and the proposals. [default: as the draft was trained]", show_default=False)] = None,
+    max_seq_len: Annotated[int | None, typer.Option(help="Tokens a sequence may hold. [default: the target's, at most 2048]", show_default=False)] = None,
+    max_batch_size: Annotated[int, typer.Option(help="Sequences decoded together.")] = 8,
+    dtype: Annotated[str, typer.Option(help="Type of weights and caches: float32 or float16.")] = "float32",
+    backend: Annotated[str, typer.Option(help="What runs the engine: onnxruntime (CPU).")] = "onnxruntime",
+    force: Annotated[bool, typer.Option("--force", help="Replace an engine that is already at --out.")] = False,
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: AsJson = False,
+) -> None:
+    """Trace target and draft, fuse them into one step, and write an engine directory.
+
+    Example: speccompile build --target samples/tiny/target --draft samples/tiny/causal-depth --out engines/tiny
+    """
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    from speccompile.compiler.build import BuildLog, BuildOptions
+    from speccompile.compiler.build import build as run_build
+
+    options = BuildOptions(
+        target, draft, out_dir, block_width, max_seq_len, max_batch_size, dtype, backend, force, trust_remote_code
+    )
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    with Progress(*columns, console=err, transient=True) as progress:
+        task = progress.add_task("start", total=None)
+        report = run_build(options, BuildLog(announce=lambda stage: progress.update(task, description=stage)))
+    if as_json:
+        print(json.dumps(report))
+    else:
+        from speccompile.compiler.tables import print_build
+
+        print_build(out, out_dir, report)
+
+
+@app.command("init-draft")
+def init_draft(
+    target: Annotated[str, typer.Option(metavar="DIR|HUB-ID", help="Target whose sizes, embedding and head the draft takes.")],
+    out_dir: Annotated[Path, typer.Option("--out", metavar="DIR", help="Checkpoint directory to write.")],
+    family: Annotated[str, typer.Option(help="causal-depth or dflash.")] = "causal-depth",
+    layers: Annotated[int, typer.Option(help="Layers of the draft.")] = 2,
+    block_width: Annotated[int, typer.Option(help="Rows of a block: one anchor and the proposals.")] = 8,
+    mask_token_id: Annotated[int | None, typer.Option(help="Token that stands for a row to fill. [default: the vocabulary's last]", show_default=False)] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
+    force: Annotated[bool, typer.Option("--force", help="Replace what is already at --out.")] = False,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Write a random-weight draft for a target, so that a pair can be built before a draft is trained.
+
+    Its proposals are noise: the output stays the target's own, at the speed of plain decoding or below.
+    """
+    from speccompile.compiler import checkpoint
+    from speccompile.compiler.init_draft import random_draft
+    from speccompile.export.directory import atomic_directory
+
+    config = checkpoint.target_config(checkpoint.resolve(target), trust_remote_code)
+    draft = random_draft(config, family, layers, block_width, mask_token_id, seed)
+    with atomic_directory(out_dir, force, marker="config.json") as building:
+        checkpoint.save_draft(draft, building)
+    c = draft.config
+    out.print(
+        f"Wrote a random {c.family} draft to {out_dir}: {layers} layers, block width {c.block_size}, taps after target layers "
+        f"{list(c.target_layer_ids)}, mask token {c.mask_token_id}.",
+        soft_wrap=True,
+    )
+
+
+@app.command()
+def run(
+    engine: EnginePath,
+    prompt: Annotated[str | None, typer.Option(help="Text to continue (with --chat: to answer).")] = None,
+    prompt_ids: Annotated[str | None, typer.Option(metavar="1,2,3", help="Token ids to continue.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Use the chat template; without --prompt, talk line by line.")] = False,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens to produce.")] = 128,
+    no_speculation: Annotated[bool, typer.Option("--no-speculation", help="Plain decoding, one row a step: the yardstick.")] = False,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end-of-sequence token.")] = False,
+    stream: Annotated[bool, typer.Option("--stream", help="Print text as it comes.")] = False,
+    threads: Annotated[int, typer.Option(help="CPU threads; 0 lets ONNX Runtime choose.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Generate greedily from an engine, and say how many tokens each step gave."""
+    from speccompile.compiler.run import converse, generate_one
+    from speccompile.runtime import Engine
+
+    if (prompt is not None) + (prompt_ids is not None) > 1 or not (chat or prompt is not None or prompt_ids is not None):
+        raise UserError("Give one of --prompt TEXT, --prompt-ids 1,2,3 or --chat.")
+    if chat and prompt_ids is not None:
+        raise UserError("--chat needs text, not --prompt-ids.")
+    if as_json and (stream or (chat and prompt is None)):
+        raise UserError("--json prints one object at the end; it does not go with --stream or an open --chat.")
+    loaded = Engine.load(engine, threads)
+    options: dict[str, Any] = dict(
+        max_new_tokens=max_new_tokens, speculation=not no_speculation, ignore_eos=ignore_eos, stream=stream
+    )
+    if chat and prompt is None:
+        converse(loaded, out, **options)
+        return
+    answer = generate_one(loaded, prompt, _parse_ids(prompt_ids), chat, **options)
+    if as_json:
+        print(json.dumps(answer))
+        return
+    if not stream:
+        print(answer["text"] if answer["text"] is not None else ",".join(map(str, answer["token_ids"])))
+    err.print(answer["summary"], style="dim", soft_wrap=True)
+
+
+def _parse_ids(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise UserError(f"--prompt-ids {text!r} is not a list of whole numbers such as 1,2,3.") from None
+
+
+@app.command()
+def verify(
+    engine: EnginePath,
+    prompts: Annotated[Path | None, typer.Option(metavar="FILE", help="Prompts, one a line: text, or JSON with `prompt` or `prompt_ids`. [default: built-in]", show_default=False)] = None,
+    num_prompts: Annotated[int, typer.Option("-n", "--num-prompts", help="Most prompts to check.")] = 8,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 64,
+    target: Annotated[str | None, typer.Option(metavar="DIR|HUB-ID", help="Target to compare with. [default: the one it was built from]", show_default=False)] = None,
+    tie_tolerance: Annotated[float | None, typer.Option(help="Logits nearer than this share of the largest are a tie. [default: by dtype]", show_default=False)] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Prove that the engine's greedy output is the target's own: exit code 0 if it is, 1 if not.
+
+    Compares every token with Transformers in eager mode on the original target, and speculation with plain
+    decoding. A difference where two logits are equal to within rounding is reported as a near tie, with both logits.
+    """
+    from rich.progress import Progress
+
+    from speccompile.compiler.run import builtin_prompts
+    from speccompile.compiler.verify import load_original_target, read_prompts
+    from speccompile.compiler.verify import verify as run_verify
+    from speccompile.runtime import Engine
+    from speccompile.runtime.tokenizer import load_tokenizer
+
+    loaded = Engine.load(engine)
+    if prompts is not None:
+        ids = read_prompts(prompts, lambda text: load_tokenizer(loaded.directory).encode(text))
+    else:
+        ids = builtin_prompts(loaded)
+    ids = ids[:num_prompts]
+    model = load_original_target(loaded, target)
+    with Progress(console=err, transient=True, disable=as_json) as progress:
+        task = progress.add_task("comparing", total=len(ids))
+        outcome = run_verify(loaded, model, ids, max_new_tokens, tie_tolerance, lambda index: progress.advance(task))
+    if as_json:
+        print(json.dumps(outcome.to_json()))
+    else:
+        from speccompile.compiler.tables import print_verification
+
+        print_verification(out, outcome)
+    if outcome.failures:
+        raise typer.Exit(1)
+
+
+@app.command()
+def inspect(
+    engine: EnginePath,
+    graph: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the step's graph for people: .html, .txt, or .onnx (without weights).")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what an engine is: contract, operations, caches, memory, and how it was built."""
+    from speccompile.compiler.inspect import describe, write_graph
+    from speccompile.export.directory import open_engine
+
+    loaded = open_engine(engine)
+    if graph is not None:
+        write_graph(loaded, graph)
+        err.print(f"Wrote {graph}.", soft_wrap=True)
+    description = describe(loaded)
+    if as_json:
+        print(json.dumps(description))
+    else:
+        from speccompile.compiler.tables import print_description
+
+        print_description(out, description)
+
+
+if __name__ == "__main__":
+    main()

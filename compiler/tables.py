@@ -1,0 +1,111 @@
+"""Tables for people: what `build`, `verify` and `inspect` print."""
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from speccompile.compiler.verify import Verification
+from speccompile.export.memory import human
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for position, column in enumerate(columns):
+        table.add_column(column, justify="left" if position == 0 else "right")
+    return table
+
+
+def print_build(console: Console, out: Path, report: dict[str, Any]) -> None:
+    table = _table("Stages", "stage", "seconds")
+    for stage, seconds in report["stages"].items():
+        table.add_row(stage, f"{seconds:.2f}")
+    table.add_row("total", f"{sum(report['stages'].values()):.2f}")
+    console.print(table, "")
+    console.print(_passes(report["passes"]), "")
+    sizes = _table("Files", "file", "size")
+    for name, size in report["bytes"].items():
+        sizes.add_row(name, human(size))
+    console.print(sizes, "")
+    caches = report["cache_bytes_per_sequence"]
+    console.print(f"Cache per sequence: target {human(caches['target'])}, draft {human(caches['draft'])}.")
+    console.print(f"Draft: {_draft(report['draft'])}", soft_wrap=True)
+    console.print(f"Engine written to {out}.", soft_wrap=True)
+
+
+def _passes(passes: dict[str, list[dict[str, Any]]]) -> Table:
+    table = _table("Passes", "pass", *(f"matches in {name}" for name in passes))
+    for rows in zip(*passes.values(), strict=True):
+        table.add_row(rows[0]["name"], *(str(row["matches"]) for row in rows))
+    return table
+
+
+def _draft(draft: dict[str, Any]) -> str:
+    attention = "causal" if all(draft["causal"]) else "bidirectional" if not any(draft["causal"]) else "mixed"
+    windows = sorted({w for w in draft["windows"] if w})
+    return (
+        f"{draft['family']}, {draft['num_hidden_layers']} layers, trained at block width {draft['block_size']}, taps after target layers "
+        f"{list(draft['target_layer_ids'])}, mask token {draft['mask_token_id']}, {attention} in the block, depth mixing "
+        f"{draft['depth_mixing']}, windows {windows or 'none'}, RoPE {draft['rope_parameters']}."
+    )
+
+
+def print_verification(console: Console, outcome: Verification) -> None:
+    summary = outcome.to_json()
+    for d in outcome.differences:
+        kind = "near tie" if d.near_tie else "DIFFERENT"
+        console.print(
+            f"{kind}: prompt {d.prompt}, position {d.position}, against {d.against}: the engine chose {d.engine_token} (logit "
+            f"{d.engine_logit:.5f}), expected {d.expected_token} (logit {d.expected_logit:.5f})",
+            soft_wrap=True,
+        )
+    verdict = "identical" if summary["identical"] else "identical but for near ties" if summary["passed"] else "NOT identical"
+    length = summary["acceptance_length"]
+    console.print(
+        f"{verdict}: {outcome.tokens} tokens over {outcome.prompts} prompts, against Transformers eager and plain decoding"
+        + (f"; acceptance length {length:.2f}." if length is not None else "."),
+        soft_wrap=True,
+    )
+
+
+def print_description(console: Console, d: dict[str, Any]) -> None:
+    console.print(f"[bold]{d['path']}[/]: {d['architecture']} with a {d['draft']['family']} draft", soft_wrap=True)
+    console.print(
+        f"{d['backend']}, {d['dtype']}, block width {d['block_width']}, up to {d['max_seq_len']} tokens and "
+        f"{d['max_batch_size']} sequences; step contract {d['contract_version']}",
+        soft_wrap=True,
+    )
+    console.print(f"Target: {d['target']['path']}", soft_wrap=True)
+    console.print(f"Draft: {d['draft']['path']}: {_draft(d['draft'])}\n", soft_wrap=True)
+    contract = Table(title="Step contract", title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in ("", "tensor", "dtype", "shape", "bound to"):
+        contract.add_column(column)
+    for kind in ("inputs", "outputs"):
+        for tensor in _shortened(d[kind]):
+            contract.add_row(kind[:-1], tensor["name"], tensor["dtype"], str(tensor["shape"]), tensor.get("bound_to", ""))
+    console.print(contract, "")
+    operations = _table("Operations", "operation", *d["operations"])
+    for name in dict.fromkeys(op for counts in d["operations"].values() for op in counts):
+        operations.add_row(name, *(str(counts.get(name, 0)) for counts in d["operations"].values()))
+    console.print(operations, "")
+    console.print(_passes(d["passes"]), "")
+    table = _table("Memory", "batch", "weights", "target caches", "draft caches", "total")
+    for row in d["memory"]:
+        sizes = [row["weights"], row["target_caches"], row["draft_caches"]]
+        table.add_row(str(row["batch"]), *map(human, sizes), human(sum(sizes)))
+    console.print(table)
+
+
+def _shortened(tensors: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All but the caches of the middle layers, which look like the first."""
+    kept, skipped = [], 0
+    for tensor in tensors:
+        parts = tensor["name"].split(".")
+        if len(parts) > 2 and parts[1] not in ("0",):
+            skipped += 1
+            continue
+        kept.append(tensor)
+    if skipped:
+        kept.append({"name": f"… and {skipped} caches of further layers", "dtype": "", "shape": ""})
+    return kept
