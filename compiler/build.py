@@ -83,7 +83,6 @@ def build(options: BuildOptions, log: BuildLog | None = None) -> dict[str, Any]:
         capacity = max_seq_len + 2 * width  # a block past the last token, and the draft's block past that
         with log.stage("trace target"):
             shapes = tracing.cache_shapes(model)
-            model.set_attn_implementation(tracing.ATTENTION)
             target = tracing.trace_target(model, shapes, capacity, max_seq_len)
         with log.stage("trace draft"):
             inject, propose = tracing.trace_draft(draft, width, capacity, model.dtype)

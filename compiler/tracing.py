@@ -11,10 +11,12 @@ import torch
 from torch import fx, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
+from transformers.integrations.moe import ExpertsInterface
 
 from speccompile.compiler.draft import Draft
 from speccompile.compiler.stages import Stage, callable_stages, flat_copy
 from speccompile.export.errors import UserError
+from speccompile.export.onnx import decompose, untranslatable
 from speccompile.plugins.block_attention import block_attention
 from speccompile.plugins.kv_append import kv_append
 
@@ -52,7 +54,31 @@ def attention(
     return out.transpose(1, 2), None
 
 
+def experts(
+    module: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Transformers' experts interface: hidden states [T, H], chosen experts [T, k] and their weights -> [T, H].
+
+    Every expert sees every row and unchosen ones weigh nothing. That costs arithmetic but no data-dependent shape,
+    and reads each weight once, where gathering the chosen experts' weights would copy them for every row.
+    """
+    chosen = top_k_index[:, :, None] == torch.arange(module.num_experts, device=hidden_states.device)
+    weight = (chosen * top_k_weights[:, :, None]).sum(1).t()[:, :, None]  # [E, T, 1]
+
+    def project(x: torch.Tensor, name: str) -> torch.Tensor:
+        matrix = getattr(module, name)
+        y = x @ (matrix if module.is_transposed else matrix.transpose(1, 2))
+        return y + getattr(module, f"{name}_bias")[:, None] if module.has_bias else y
+
+    y = project(hidden_states[None], "gate_up_proj" if module.has_gate else "up_proj")  # [E, T, 2I]
+    y = project(module._apply_gate(y) if module.has_gate else module.act_fn(y), "down_proj")
+    if module.has_post_expert_norm:
+        y = module.post_expert_norm(y)
+    return (y * weight).sum(0).to(hidden_states.dtype)
+
+
 AttentionInterface.register(ATTENTION, attention)
+ExpertsInterface.register(ATTENTION, experts)
 AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None)
 
 
@@ -192,11 +218,15 @@ def _trace(name: str, module: nn.Module, example: tuple, rows: bool, output_shap
     first = {0: batch, 1: torch.export.Dim.DYNAMIC} if rows else {0: batch}
     shapes = (first, {0: batch}, tuple({0: batch} for _ in example[2:]))
     program = torch.export.export(module.eval(), example, dynamic_shapes=shapes, strict=False)
+    if untranslatable(program.graph):
+        program = decompose(program)
     return Stage(name, flat_copy(program.module(check_guards=False)), output_shapes)
 
 
 def trace_target(model: PreTrainedModel, shapes: list[CacheShape], capacity: int, max_positions: int) -> Stage:
     """`(tokens [B, S], lengths [B], caches) -> logits [B, S, V], hidden_states[0…L] [B, S, H], caches`"""
+    model.set_attn_implementation(ATTENTION)
+    model.config._experts_implementation = ATTENTION  # read by mixture-of-experts layers only
     config = model.config.get_text_config()
     caches = [tensor for shape in shapes for tensor in shape.empty(BATCH, capacity, model.dtype)]
     example = (torch.zeros(BATCH, ROWS, dtype=torch.long), torch.zeros(BATCH, dtype=torch.long), *caches)

@@ -17,7 +17,7 @@ import torch
 from onnxscript.optimizer import fold_constants
 from onnxscript.values import Opset
 from torch import fx
-from torch.onnx._internal.exporter import _core, _ir_passes, _registration
+from torch.onnx._internal.exporter import _core, _decomp, _ir_passes, _registration
 
 from speccompile.plugins.block_attention import block_attention
 from speccompile.plugins.block_attention import onnx as block_attention_onnx
@@ -51,6 +51,7 @@ def _registry() -> _registration.ONNXRegistry:
     for target, translation in {
         torch.ops.aten.linear.default: _linear,
         torch.ops.aten.to.dtype: _cast,
+        torch.ops.aten.to.device: lambda x, *unused: op.Identity(x),
         torch.ops.aten.__or__.Tensor: lambda a, b: op.Or(a, b),
         torch.ops.aten.__and__.Tensor: lambda a, b: op.And(a, b),
         kv_append._opoverload: kv_append_onnx.translate,
@@ -80,12 +81,18 @@ def untranslatable(graph: fx.Graph) -> set[str]:
     """Operations of a graph that ONNX has no translation for, or that write in place."""
     found = set()
     for node in graph.nodes:
-        if node.op != "call_function" or node.target is operator.getitem:
+        if node.op != "call_function" or node.target is operator.getitem or str(node.target).startswith("aten._assert"):
             continue
         mutable = getattr(node.target, "_schema", None) is not None and node.target._schema.is_mutable
         if mutable or not _registry().is_registered(node.target):
             found.add(str(node.target))
     return found
+
+
+def decompose(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """Trace a program again in functional operations that ONNX has, where `untranslatable` found others (slow)."""
+    known = set(_decomp.get_onnx_implemented_overloads(_registry()))
+    return program.run_decompositions(_decomp.create_onnx_friendly_decomposition_table(known))
 
 
 def to_onnx(graph_module: fx.GraphModule, inputs: list[str], outputs: list[str], dims: Mapping[str, list]) -> ir.Model:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import numpy as np
 import onnx_ir as ir
 
 ALIGNMENT = 4096  # pages, so that a runtime can map a tensor instead of reading it
@@ -27,7 +28,7 @@ def externalise(models: Iterable[ir.Model], path: Path, progress: Callable[[int]
                 if key not in placed:
                     file.seek(end + -end % ALIGNMENT)
                     offset = file.tell()
-                    file.write(memoryview(raw.contiguous().numpy() if raw is not None else tensor.numpy()).cast("B"))
+                    file.write(np.ascontiguousarray(tensor.numpy()).reshape(-1).view(np.uint8))
                     end = offset + tensor.nbytes
                     placed[key] = ir.ExternalTensor(
                         path.name, offset, tensor.nbytes, tensor.dtype, shape=tensor.shape, name=value.name, base_dir=path.parent
