@@ -162,7 +162,9 @@ def load_draft(directory: Path, config: DraftConfig, dtype: str) -> Draft:
     if missing:
         raise UserError(f"{directory} lacks the tensor {missing[0]}{f' and {len(missing) - 1} more' if missing[1:] else ''}, which its config.json asks for.")
     draft.load_state_dict(state)
-    return draft.to(DTYPES[dtype]).eval().requires_grad_(False)
+    for parameter in draft.parameters():  # not the buffers: rotary frequencies stay float32, as Transformers keeps them
+        parameter.data = parameter.data.to(DTYPES[dtype])
+    return draft.eval().requires_grad_(False)
 
 
 def save_draft(draft: Draft, out: Path) -> None:

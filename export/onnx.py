@@ -51,7 +51,7 @@ def _registry() -> _registration.ONNXRegistry:
     for target, translation in {
         torch.ops.aten.linear.default: _linear,
         torch.ops.aten.to.dtype: _cast,
-        torch.ops.aten.to.device: lambda x, *unused: op.Identity(x),
+        torch.ops.aten.to.device: lambda x, device, dtype, *unused: _cast(x, dtype),
         torch.ops.aten.__or__.Tensor: lambda a, b: op.Or(a, b),
         torch.ops.aten.__and__.Tensor: lambda a, b: op.And(a, b),
         kv_append._opoverload: kv_append_onnx.translate,

@@ -68,5 +68,5 @@ class OnnxSession:
         for name, value in (("tokens", tokens), ("num_tokens", num_tokens), ("num_known", num_known), ("lengths", lengths)):
             self.binding.bind_cpu_input(name, np.ascontiguousarray(value, dtype=np.int64))
         self.session.run_with_iobinding(self.binding)
-        values = {name: buffer.numpy() for name, buffer in self.outputs.items()}
+        values = {name: buffer.numpy().copy() for name, buffer in self.outputs.items()}  # the next step writes there
         return StepOutput(values["emitted"], values["num_emitted"], values["new_lengths"], values.get("block"))

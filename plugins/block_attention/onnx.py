@@ -31,4 +31,5 @@ def translate(q, key_cache, value_cache, q_at, sinks=None, *, causal, scale, win
         mask = op.And(mask, near)
     if sinks is not None:
         raise NotImplementedError
-    return _opset24.Attention(q, key, value, mask, scale=scale, softcap=softcap or 0.0)
+    out, *_ = _opset24.Attention(q, key, value, mask, scale=scale, softcap=softcap or 0.0)
+    return out
