@@ -72,7 +72,7 @@ def test_proposals_equal_the_reference(tmp_path, shape, width):
     target_options, draft_options = SHAPES[shape]
     steps = hits = 0
     target_path = tiny.save_target(tmp_path / "target", "qwen3", head_dim=16, vocab_size=7, **{k: v for k, v in target_options.items()})
-    for seed in range(2):
+    for seed in range(2 if width == 5 else 1):
         ours = tiny.save_draft(tmp_path / f"draft{seed}", target_path, seed=seed, block_width=width, **draft_options)
         zlab_path = tmp_path / f"zlab{seed}"
         shutil.copytree(ours, zlab_path)
@@ -91,7 +91,7 @@ def test_proposals_equal_the_reference(tmp_path, shape, width):
             assert result.proposals[: len(whole)] == whole
             steps += len(whole)
             hits += sum(n > 1 for n in result.acceptance_lengths)
-    assert steps > 20
+    assert steps > 10
     assert hits > 0  # partial acceptance did occur
 
 
