@@ -1,12 +1,14 @@
 """The command line. Commands import what they need when they run, so that `--help` is instant."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from speccompile.export.errors import UserError
 
@@ -25,20 +27,24 @@ TrustRemoteCode = Annotated[bool, typer.Option(help="Run modelling code that the
 
 
 def main() -> None:
-    """Entry point: user errors become one sentence and exit code 2."""
+    """Entry point. Exit codes: 0 done, 1 `verify` found a difference, 2 a user's mistake, 3 our own."""
     try:
         app()
     except UserError as error:
-        err.print(f"[bold red]error:[/] {_escape(str(error))}", soft_wrap=True)
+        err.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
-
-
-def _escape(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
+    except Exception as error:
+        if os.environ.get("SPECCOMPILE_DEBUG") == "1":
+            raise
+        what = str(error).strip().splitlines()[0][:300] if str(error).strip() else "no message"
+        err.print(
+            f"[bold red]internal error:[/] {escape(type(error).__name__)}: {escape(what)} "
+            "This is a defect of speccompile; SPECCOMPILE_DEBUG=1 shows where it happened.",
+            soft_wrap=True,
+        )
+        sys.exit(3)
 
 
 @app.command()
@@ -142,12 +148,13 @@ def run(
         converse(loaded, out, **options)
         return
     answer = generate_one(loaded, prompt, _parse_ids(prompt_ids), chat, **options)
+    summary = answer.pop("summary")
     if as_json:
         print(json.dumps(answer))
         return
     if not stream:
         print(answer["text"] if answer["text"] is not None else ",".join(map(str, answer["token_ids"])))
-    err.print(answer["summary"], style="dim", soft_wrap=True)
+    err.print(summary, style="dim", soft_wrap=True)
 
 
 def _parse_ids(text: str | None) -> list[int] | None:

@@ -4,6 +4,7 @@ Transformers lets a caller supply the attention function and the cache. Ours han
 value rows to `kv_append` and its queries to `block_attention`; everything else is traced as it is written.
 """
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -212,12 +213,41 @@ class _Propose(nn.Module):
         return self.draft.propose(anchor, positions, attend), *flatten(caches)
 
 
+def freeze_rope(model: PreTrainedModel, max_positions: int) -> None:
+    """Fix rotary embeddings that change their frequencies with the longest position they see (dynamic, longrope).
+
+    Up to the original context they do not change; raises UserError for an engine that would go beyond it.
+    """
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        named = kinds if isinstance(kinds, dict) else {"": kinds}
+        changing = {key for key, kind in named.items() if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope")}
+        if not changing:
+            continue
+        parameters = module.config.rope_parameters
+        original = parameters.get("original_max_position_embeddings") or module.config.max_position_embeddings
+        if max_positions > original:
+            raise UserError(
+                f"The target's rotary embedding ({parameters['rope_type']}) changes its frequencies past {original} positions, which one "
+                f"graph cannot; give --max-seq-len {original} or less."
+            )
+        module.rope_type = {k: "default" if k in changing else v for k, v in named.items()} if isinstance(kinds, dict) else "default"
+
+
 def _trace(name: str, module: nn.Module, example: tuple, rows: bool, output_shapes) -> Stage:
     """Export with a dynamic batch and, if `rows`, a dynamic axis 1 of the first input."""
     batch = torch.export.Dim.DYNAMIC
     first = {0: batch, 1: torch.export.Dim.DYNAMIC} if rows else {0: batch}
     shapes = (first, {0: batch}, tuple({0: batch} for _ in example[2:]))
-    program = torch.export.export(module.eval(), example, dynamic_shapes=shapes, strict=False)
+    try:
+        program = torch.export.export(module.eval(), example, dynamic_shapes=shapes, strict=False)
+    except Exception as error:
+        if os.environ.get("SPECCOMPILE_DEBUG") == "1":
+            raise
+        raise UserError(
+            f"The {name} could not be traced by torch.export ({type(error).__name__}: {str(error).strip().splitlines()[0][:200]}); "
+            "SPECCOMPILE_DEBUG=1 shows where."
+        ) from None
     if untranslatable(program.graph):
         program = decompose(program)
     return Stage(name, flat_copy(program.module(check_guards=False)), output_shapes)
@@ -225,6 +255,7 @@ def _trace(name: str, module: nn.Module, example: tuple, rows: bool, output_shap
 
 def trace_target(model: PreTrainedModel, shapes: list[CacheShape], capacity: int, max_positions: int) -> Stage:
     """`(tokens [B, S], lengths [B], caches) -> logits [B, S, V], hidden_states[0…L] [B, S, H], caches`"""
+    freeze_rope(model, max_positions)
     model.set_attn_implementation(ATTENTION)
     model.config._experts_implementation = ATTENTION  # read by mixture-of-experts layers only
     config = model.config.get_text_config()

@@ -4,6 +4,8 @@ import pytest
 import tiny
 from builder import eager_greedy
 
+from speccompile.export.errors import UserError
+
 PROMPTS = [[5, 7, 9], [1], [3, 60, 11, 4] * 5]
 
 
@@ -28,3 +30,35 @@ def test_a_target_longer_than_its_sliding_window(pairs):
     prompt = list(range(40))
     assert pair.target.config.sliding_window < len(prompt)
     assert pair.engine.generate([prompt], 20)[0].token_ids == eager_greedy(pair.target, prompt, 20)
+
+
+ROPES = {
+    "linear": {"rope_type": "linear", "factor": 2.0},
+    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "longrope": {
+        "rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "original_max_position_embeddings": 128,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_rotary_embeddings_of_every_kind(pairs, rope):
+    pair = pairs(target={"rope_parameters": {"rope_theta": 10000.0, **ROPES[rope]}}, draft={"family": "dflash"})
+    prompt = [3, 60, 11, 4] * 9
+    assert pair.engine.generate([prompt], 24)[0].token_ids == eager_greedy(pair.target, prompt, 24)
+
+
+def test_a_rotary_embedding_that_would_change_within_the_engine_is_refused(pairs):
+    with pytest.raises(UserError, match="--max-seq-len 128 or less"):
+        pairs(target={"rope_parameters": {"rope_theta": 10000.0, **ROPES["longrope"]}}, max_seq_len=200)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [("lfm2", {"layer_types": ["conv", "full_attention"] * 2}), ("qwen3_next", {}), ("mamba", {})],
+)
+def test_targets_with_recurrent_layers_are_refused(pairs, architecture, options):
+    with pytest.raises(UserError, match="layer"):
+        pairs(architecture, target=options, draft={"family": "dflash"})
