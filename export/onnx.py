@@ -28,6 +28,7 @@ from speccompile.plugins.kv_append import onnx as kv_append_onnx
 
 OPSET = 24
 op = Opset("", 18)  # attributes that later versions of these operators add are of no use here
+_opset23 = Opset("", 23)
 _contrib = Opset("com.microsoft", 1)
 
 
@@ -41,6 +42,10 @@ def _cast(x, dtype, *unused, **also_unused):
     return op.Cast(x, to=int(dtype))
 
 
+def _rms_norm(x, shape, weight, eps):
+    return _opset23.RMSNormalization(x, weight, axis=-1, epsilon=eps)
+
+
 @functools.cache
 def _registry() -> _registration.ONNXRegistry:
     for quiet in ("_registration", "_core"):  # torchvision is not needed, and module names are dropped anyway
@@ -50,6 +55,7 @@ def _registry() -> _registration.ONNXRegistry:
     registry = _registration.ONNXRegistry.from_torchlib(opset_version=OPSET)
     for target, translation in {
         torch.ops.aten.linear.default: _linear,
+        torch.ops.aten.rms_norm.default: _rms_norm,
         torch.ops.aten.to.dtype: _cast,
         torch.ops.aten.to.device: lambda x, device, dtype, *unused: _cast(x, dtype),
         torch.ops.aten.__or__.Tensor: lambda a, b: op.Or(a, b),

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from speccompile.passes.drop_noops import drop_noops
 from speccompile.passes.fuse_projections import fuse_projections
+from speccompile.passes.fuse_rms_norm import fuse_rms_norm
 from speccompile.passes.gather_verified_rows import gather_verified_rows
 from speccompile.passes.lower_group_query_attention import lower_group_query_attention
 from speccompile.passes.program import Program
@@ -22,6 +23,7 @@ PIPELINE: list[Callable[[Program], int]] = [
     share_parameters,
     gather_verified_rows,
     fuse_projections,
+    fuse_rms_norm,
     lower_group_query_attention,
     promote_types,
 ]

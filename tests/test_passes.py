@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from speccompile.compiler.stages import flat_copy
 from speccompile.passes.drop_noops import drop_noops
 from speccompile.passes.fuse_projections import fuse_projections
+from speccompile.passes.fuse_rms_norm import fuse_rms_norm
 from speccompile.passes.gather_verified_rows import gather_verified_rows
 from speccompile.passes.lower_group_query_attention import lower_group_query_attention
 from speccompile.passes.program import Program
@@ -184,6 +185,38 @@ def test_fuse_projections_leaves_a_tied_head_alone():
             return F.linear(x, self.table), self.other(x)
 
     assert fuse_projections(program(Tied(), (torch.randint(0, 30, (3, 5)),))) == 0
+
+
+class Norm(nn.Module):
+    """RMSNorm as Transformers writes it: Llama's weight, Gemma's 1 + weight, and the casts of half precision."""
+
+    def __init__(self, offset, dtype):
+        super().__init__()
+        self.weight, self.offset = nn.Parameter(torch.randn(8).to(dtype)), offset
+
+    def forward(self, x):
+        y = x.float()
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-5)
+        if self.offset:
+            return ((y * (1.0 + self.weight.float())).to(x.dtype),)
+        return (self.weight * y.to(x.dtype),)
+
+
+@pytest.mark.parametrize("offset", [False, True])
+def test_fuse_rms_norm(offset):
+    example = (torch.randn(3, 5, 8),)
+    p = program(Norm(offset, torch.float32), example)
+    before = p.graph_module(*example)
+    drop_noops(p)
+    assert fuse_rms_norm(p) == 1
+    assert len(calls(p, aten.rms_norm.default)) == 1 and not calls(p, aten.rsqrt.default)
+    assert_same(p, before, example)
+
+
+def test_fuse_rms_norm_leaves_half_precision_weights_alone():
+    p = program(Norm(False, torch.float16), (torch.randn(3, 5, 8, dtype=torch.float16),))
+    drop_noops(p)
+    assert fuse_rms_norm(p) == 0
 
 
 class Attention(nn.Module):
