@@ -11,10 +11,6 @@ from typing import Any
 
 import onnx_ir as ir
 import torch
-from torch import fx
-from transformers import PretrainedConfig
-
-from speccompile.passes import PassResult, run_passes
 from speccompile.compiler import checkpoint, tracing
 from speccompile.compiler.draft_config import DraftConfig
 from speccompile.compiler.stages import Stage, flat_copy, inline
@@ -25,8 +21,10 @@ from speccompile.export.engine_config import build_config, pretrained_config
 from speccompile.export.errors import UserError
 from speccompile.export.onnx import to_onnx
 from speccompile.export.weights import externalise
+from speccompile.passes import PassResult, run_passes
 from speccompile.passes.program import Program
 from speccompile.passes.tap_hidden_states import tap_hidden_states
+from transformers import PretrainedConfig
 
 DEFAULT_MAX_SEQ_LEN = 2048
 BACKENDS = ("onnxruntime",)
@@ -87,20 +85,37 @@ def build(options: BuildOptions, log: BuildLog | None = None) -> dict[str, Any]:
         with log.stage("trace draft"):
             inject, propose = tracing.trace_draft(draft, width, capacity, model.dtype)
         caches = _named_caches("target", shapes) | _named_caches(
-            "draft", [tracing.CacheShape(draft_config.num_key_value_heads, draft_config.head_dim, draft_config.head_dim)] * draft_config.num_hidden_layers
+            "draft",
+            [
+                tracing.CacheShape(
+                    draft_config.num_key_value_heads, draft_config.head_dim, draft_config.head_dim
+                )
+            ]
+            * draft_config.num_hidden_layers,
         )
         dtype = model.dtype
         del model, draft
         with log.stage("fuse"):
-            fused = _fuse(width, target, draft_config.target_layer_ids, (inject, propose), caches, capacity, dtype)
-            plain = _fuse(1, target, (), (), {k: v for k, v in caches.items() if k.startswith("target.")}, capacity, dtype)
+            fused, taps = _fuse(
+                width, target, draft_config.target_layer_ids, (inject, propose), caches, capacity, dtype
+            )
+            target_caches = {name: shape for name, shape in caches.items() if name.startswith("target.")}
+            plain, no_taps = _fuse(1, target, (), (), target_caches, capacity, dtype)
             plain.merged = fused.merged
         models = {}
-        for name, program, rows in ((engine.STEP, fused, width), (engine.PLAIN, plain, 1)):
+        for name, program, rows, tapped in (
+            (engine.STEP, fused, width, taps),
+            (engine.PLAIN, plain, 1, no_taps),
+        ):
             with log.stage(f"passes ({name})"):
-                log.passes[name] = run_passes(program)
+                log.passes[name] = [tapped, *run_passes(program)]
             with log.stage(f"export {name}"):
-                models[name] = to_onnx(program.graph_module, program.inputs, program.outputs, _dims(program, caches, capacity, rows))
+                models[name] = to_onnx(
+                    program.graph_module,
+                    program.inputs,
+                    program.outputs,
+                    _dims(program, caches, capacity, rows),
+                )
         settings = {
             "contract_version": engine.CONTRACT_VERSION,
             "backend": options.backend,
@@ -113,8 +128,16 @@ def build(options: BuildOptions, log: BuildLog | None = None) -> dict[str, Any]:
             "aliases": {engine.STEP: fused.aliases, engine.PLAIN: plain.aliases},
             "stop_token_ids": checkpoint.stop_token_ids(target_path, config),
             "vocab_size": config.get_text_config().vocab_size,
-            "target": {"path": str(target_path.resolve()), "model_type": config.model_type, "trust_remote_code": options.trust_remote_code},
-            "draft": {"path": str(draft_path.resolve()), "family": draft_config.family, **asdict(draft_config)},
+            "target": {
+                "path": str(target_path.resolve()),
+                "model_type": config.model_type,
+                "trust_remote_code": options.trust_remote_code,
+            },
+            "draft": {
+                "path": str(draft_path.resolve()),
+                "family": draft_config.family,
+                **asdict(draft_config),
+            },
         }
         with log.stage("write"):
             return _write(building, options, models, settings, config, target_path, log)
@@ -123,11 +146,17 @@ def build(options: BuildOptions, log: BuildLog | None = None) -> dict[str, Any]:
 def _check_options(options: BuildOptions) -> None:
     engine.check_destination(options.out, options.force)
     if options.backend not in BACKENDS:
-        raise UserError(f"--backend {options.backend} is not available; choose one of: {', '.join(BACKENDS)}.")
+        raise UserError(
+            f"--backend {options.backend} is not available; choose one of: {', '.join(BACKENDS)}."
+        )
     if options.dtype not in checkpoint.DTYPES:
-        raise UserError(f"--dtype {options.dtype} is not something ONNX Runtime computes in on a CPU; choose one of: {', '.join(checkpoint.DTYPES)}.")
+        raise UserError(
+            f"--dtype {options.dtype} is not something ONNX Runtime computes in on a CPU; choose one of: {', '.join(checkpoint.DTYPES)}."
+        )
     if options.block_width is not None and options.block_width < 2:
-        raise UserError(f"--block-width {options.block_width} leaves no row to propose with; give at least 2 (one anchor and one proposal).")
+        raise UserError(
+            f"--block-width {options.block_width} leaves no row to propose with; give at least 2 (one anchor and one proposal)."
+        )
     if options.max_batch_size < 1:
         raise UserError(f"--max-batch-size {options.max_batch_size} is not a batch; give at least 1.")
 
@@ -137,9 +166,13 @@ def _limits(options: BuildOptions, config: PretrainedConfig, draft: DraftConfig)
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     max_seq_len = options.max_seq_len or min(longest or DEFAULT_MAX_SEQ_LEN, DEFAULT_MAX_SEQ_LEN)
     if longest and max_seq_len > longest:
-        raise UserError(f"--max-seq-len {max_seq_len} is more than the {longest} positions the target was made for (max_position_embeddings).")
+        raise UserError(
+            f"--max-seq-len {max_seq_len} is more than the {longest} positions the target was made for (max_position_embeddings)."
+        )
     if max_seq_len < width:
-        raise UserError(f"--max-seq-len {max_seq_len} cannot hold one block of {width} rows; give at least {width}.")
+        raise UserError(
+            f"--max-seq-len {max_seq_len} cannot hold one block of {width} rows; give at least {width}."
+        )
     return width, max_seq_len
 
 
@@ -149,7 +182,9 @@ def _check_space(options: BuildOptions, needed: int) -> None:
         parent = parent.parent
     free = shutil.disk_usage(parent).free
     if free < needed:
-        raise UserError(f"{parent} has {memory.human(free)} free, but the engine needs about {memory.human(needed)}; free some space or choose another --out.")
+        raise UserError(
+            f"{parent} has {memory.human(free)} free, but the engine needs about {memory.human(needed)}; free some space or choose another --out."
+        )
 
 
 def _named_caches(owner: str, shapes: list[tracing.CacheShape]) -> dict[str, tuple[int, int]]:
@@ -169,14 +204,20 @@ def _fuse(
     caches: dict[str, tuple[int, int]],
     capacity: int,
     dtype: torch.dtype,
-) -> Program:
-    """The step at `width` over the traced stages, as one program; without draft stages it is plain decoding."""
+) -> tuple[Program, PassResult]:
+    """The step at `width` over the traced stages, as one program; without draft stages it is plain decoding.
+
+    Hidden states are tapped before the stages are fused; what that pass did is the second result.
+    """
     names = {owner: [n for n in caches if n.startswith(owner)] for owner in ("target", "draft")}
     examples = {
-        owner: [torch.zeros(tracing.BATCH, caches[n][0], capacity, caches[n][1], dtype=dtype) for n in names[owner]]
+        owner: [
+            torch.zeros(tracing.BATCH, caches[n][0], capacity, caches[n][1], dtype=dtype)
+            for n in names[owner]
+        ]
         for owner in names
     }
-    tapped = _tapped(target, layer_ids, names["target"])
+    tapped, tap_result = _tapped(target, layer_ids, names["target"])
     step = Step(width, tapped, *draft)
     stages = [tapped, *draft]
     graph_module = tracing.trace_step(step, stages, examples["target"], examples["draft"])
@@ -184,15 +225,18 @@ def _fuse(
     small = ["emitted", "num_emitted", "new_lengths", *(["block"] if draft else [])]
     inputs = ["tokens", "num_tokens", "num_known", "lengths", *names["target"], *names["draft"]]
     aliases = {f"{name}.out": name for name in (*names["target"], *names["draft"])}
-    return Program(graph_module, inputs, [*small, *aliases], aliases)
+    return Program(graph_module, inputs, [*small, *aliases], aliases), tap_result
 
 
-def _tapped(target: Stage, layer_ids: tuple[int, ...], caches: list[str]) -> Stage:
+def _tapped(target: Stage, layer_ids: tuple[int, ...], caches: list[str]) -> tuple[Stage, PassResult]:
     """The target stage with `features` for these layers in place of all hidden states."""
     graph_module = flat_copy(target.graph_module)
     outputs = next(n for n in graph_module.graph.nodes if n.op == "output").args[0]
     hidden = [f"hidden.{i}" for i in range(len(outputs) - 1 - len(caches))]
-    tap_hidden_states(Program(graph_module, ["tokens", "lengths", *caches], ["logits", *hidden, *caches]), layer_ids)
+    start = time.perf_counter()
+    program = Program(graph_module, ["tokens", "lengths", *caches], ["logits", *hidden, *caches])
+    matches = tap_hidden_states(program, layer_ids)
+    result = PassResult(tap_hidden_states.__name__, matches, time.perf_counter() - start)
 
     def output_shapes(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         logits, *states = target.output_shapes(inputs)
@@ -200,11 +244,15 @@ def _tapped(target: Stage, layer_ids: tuple[int, ...], caches: list[str]) -> Sta
         features = [states[0].new_empty(*states[0].shape[:-1], size)] if layer_ids else []
         return [logits, *features, *states[len(hidden) :]]
 
-    return Stage(target.name, graph_module, output_shapes)
+    return Stage(target.name, graph_module, output_shapes), result
 
 
 def _dims(program: Program, caches: dict[str, tuple[int, int]], capacity: int, width: int) -> dict[str, list]:
-    dims: dict[str, list] = {"tokens": ["batch", "rows"], "emitted": ["batch", width], "block": ["batch", width]}
+    dims: dict[str, list] = {
+        "tokens": ["batch", "rows"],
+        "emitted": ["batch", width],
+        "block": ["batch", width],
+    }
     for name in (*program.inputs, *program.outputs):
         cache = program.aliases.get(name, name)
         if cache in caches:
@@ -236,7 +284,9 @@ def _write(
             {
                 "version": version("speccompile"),
                 "pretrained_config": pretrained_config(config, options.dtype, settings["block_width"]),
-                "build_config": build_config(settings["max_seq_len"], options.max_batch_size, settings["block_width"]),
+                "build_config": build_config(
+                    settings["max_seq_len"], options.max_batch_size, settings["block_width"]
+                ),
                 "speccompile": settings,
             },
         )
@@ -246,12 +296,20 @@ def _write(
             "nodes": {name: len(model.graph) for name, model in models.items()},
             "bytes": {path.name: path.stat().st_size for path in sorted(building.iterdir())},
             "draft": settings["draft"],
-            "cache_bytes_per_sequence": {owner: memory.cache_bytes(settings, owner) for owner in ("target", "draft")},
+            "cache_bytes_per_sequence": {
+                owner: memory.cache_bytes(settings, owner) for owner in ("target", "draft")
+            },
         }
         engine.write_json(building / "report.json", report)
         engine.write_manifest(
-            building, {name: version(name) for name in ("speccompile", "torch", "transformers", "onnx", "onnxscript", "onnxruntime")}
+            building,
+            {
+                name: version(name)
+                for name in ("speccompile", "torch", "transformers", "onnx", "onnxscript", "onnxruntime")
+            },
         )
     except OSError as error:
-        raise UserError(f"{options.out} could not be written ({error.strerror or error}); nothing was left behind.") from None
+        raise UserError(
+            f"{options.out} could not be written ({error.strerror or error}); nothing was left behind."
+        ) from None
     return report

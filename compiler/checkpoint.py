@@ -6,13 +6,18 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.utils import logging as transformers_logging
-
 from speccompile.compiler.draft import Draft
 from speccompile.compiler.draft_config import DraftConfig, read_draft_config
 from speccompile.export.directory import read_json
 from speccompile.export.errors import UserError
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.utils import logging as transformers_logging
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -24,13 +29,19 @@ def resolve(location: str) -> Path:
     if path.is_dir():
         return path
     if path.exists():
-        raise UserError(f"{location} is a file; a checkpoint directory with config.json and *.safetensors was expected.")
+        raise UserError(
+            f"{location} is a file; a checkpoint directory with config.json and *.safetensors was expected."
+        )
     if not _HUB_ID.fullmatch(location):
         raise UserError(f"{location} is neither a directory nor a Hugging Face hub id (owner/name).")
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(location, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt"]))
+        return Path(
+            snapshot_download(
+                location, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt"]
+            )
+        )
     except Exception as error:
         raise UserError(
             f"{location} is not a local directory, and it could not be fetched from the Hugging Face hub ({type(error).__name__})."
@@ -58,7 +69,9 @@ def weight_files(directory: Path) -> list[Path]:
             with safe_open(file, "pt"):
                 pass
         except (SafetensorError, OSError) as error:
-            raise UserError(f"{file} is not a whole safetensors file ({error}); copy or download it again.") from None
+            raise UserError(
+                f"{file} is not a whole safetensors file ({error}); copy or download it again."
+            ) from None
     return files
 
 
@@ -76,18 +89,26 @@ def target_config(directory: Path, trust_remote_code: bool = False) -> Pretraine
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     except Exception as error:
-        raise UserError(f"{directory / 'config.json'} is not a configuration Transformers knows: {_first_line(error)}") from None
+        raise UserError(
+            f"{directory / 'config.json'} is not a configuration Transformers knows: {_first_line(error)}"
+        ) from None
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "auto_map" not in raw:
-        raise UserError(f"{directory} holds a {config.model_type!r} model, which is not a causal language model.")
+        raise UserError(
+            f"{directory} holds a {config.model_type!r} model, which is not a causal language model."
+        )
     if config.get_text_config() is not config and config.model_type not in ("gemma3_text",):
         if not hasattr(config, "num_hidden_layers"):
-            raise UserError(f"{directory} holds a {config.model_type!r} model with several parts; give its language model alone.")
+            raise UserError(
+                f"{directory} holds a {config.model_type!r} model with several parts; give its language model alone."
+            )
     if getattr(config, "quantization_config", None):
         raise UserError(f"{directory} is quantised (quantization_config); give the unquantised checkpoint.")
     return config
 
 
-def load_target(directory: Path, config: PretrainedConfig, dtype: str, trust_remote_code: bool = False) -> PreTrainedModel:
+def load_target(
+    directory: Path, config: PretrainedConfig, dtype: str, trust_remote_code: bool = False
+) -> PreTrainedModel:
     """The target in eager attention, evaluation mode. Raises UserError naming a missing, left-over or misshapen tensor."""
     weight_files(directory)
     transformers_logging.disable_progress_bar()
@@ -104,8 +125,13 @@ def load_target(directory: Path, config: PretrainedConfig, dtype: str, trust_rem
             ignore_mismatched_sizes=True,
         )
     except Exception as error:
-        raise UserError(f"{directory} could not be loaded as {config.model_type!r}: {_first_line(error)}") from None
-    mismatched = [f"{name} (file {tuple(found)}, model {tuple(wanted)})" for name, found, wanted in info["mismatched_keys"]]
+        raise UserError(
+            f"{directory} could not be loaded as {config.model_type!r}: {_first_line(error)}"
+        ) from None
+    mismatched = [
+        f"{name} (file {tuple(found)}, model {tuple(wanted)})"
+        for name, found, wanted in info["mismatched_keys"]
+    ]
     for kind, names in (
         ("lacks the tensor", info["missing_keys"]),
         ("holds a tensor the model does not use,", info["unexpected_keys"]),
@@ -113,7 +139,9 @@ def load_target(directory: Path, config: PretrainedConfig, dtype: str, trust_rem
     ):
         if names:
             first, more = sorted(names)[0], len(names) - 1
-            raise UserError(f"{directory} {kind} {first}{f' and {more} more' if more else ''}; the checkpoint is not complete and consistent.")
+            raise UserError(
+                f"{directory} {kind} {first}{f' and {more} more' if more else ''}; the checkpoint is not complete and consistent."
+            )
     return model.eval().requires_grad_(False)
 
 
@@ -121,7 +149,10 @@ def stop_token_ids(directory: Path, config: PretrainedConfig) -> list[int]:
     """End-of-sequence ids: the union of what config.json and generation_config.json say."""
     generation = directory / "generation_config.json"
     ids: set[int] = set()
-    for found in (config.get_text_config().eos_token_id, read_json(generation).get("eos_token_id") if generation.exists() else None):
+    for found in (
+        config.get_text_config().eos_token_id,
+        read_json(generation).get("eos_token_id") if generation.exists() else None,
+    ):
         ids |= set(found) if isinstance(found, list) else {found} - {None}
     return sorted(ids)
 
@@ -137,7 +168,9 @@ def draft_config(directory: Path, target: PretrainedConfig) -> DraftConfig:
         ("num_target_layers", config.num_target_layers, text.num_hidden_layers),
     ):
         if found != wanted:
-            raise UserError(f"{source}: the draft was made for a target with {what} {found}, but this target has {wanted}; pair it with its own target.")
+            raise UserError(
+                f"{source}: the draft was made for a target with {what} {found}, but this target has {wanted}; pair it with its own target."
+            )
     return config
 
 
@@ -153,16 +186,24 @@ def load_draft(directory: Path, config: DraftConfig, dtype: str) -> Draft:
                 if plain.startswith("rotary_emb."):
                     continue
                 if plain not in expected:
-                    raise UserError(f"{file} holds the tensor {name}, which a {config.family} draft does not use; this draft is of another kind.")
+                    raise UserError(
+                        f"{file} holds the tensor {name}, which a {config.family} draft does not use; this draft is of another kind."
+                    )
                 tensor = tensors.get_tensor(name)
                 if tensor.shape != expected[plain]:
-                    raise UserError(f"{file}: tensor {name} has shape {tuple(tensor.shape)}, but config.json asks for {tuple(expected[plain])}.")
+                    raise UserError(
+                        f"{file}: tensor {name} has shape {tuple(tensor.shape)}, but config.json asks for {tuple(expected[plain])}."
+                    )
                 state[plain] = tensor
     missing = sorted(set(expected) - set(state))
     if missing:
-        raise UserError(f"{directory} lacks the tensor {missing[0]}{f' and {len(missing) - 1} more' if missing[1:] else ''}, which its config.json asks for.")
+        raise UserError(
+            f"{directory} lacks the tensor {missing[0]}{f' and {len(missing) - 1} more' if missing[1:] else ''}, which its config.json asks for."
+        )
     draft.load_state_dict(state)
-    for parameter in draft.parameters():  # not the buffers: rotary frequencies stay float32, as Transformers keeps them
+    for (
+        parameter
+    ) in draft.parameters():  # not the buffers: rotary frequencies stay float32, as Transformers keeps them
         parameter.data = parameter.data.to(DTYPES[dtype])
     return draft.eval().requires_grad_(False)
 

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-
 from speccompile.export.errors import UserError
 
 app = typer.Typer(
@@ -21,9 +20,13 @@ app = typer.Typer(
 )
 out, err = Console(highlight=False), Console(stderr=True, highlight=False)
 
-EnginePath = Annotated[Path, typer.Argument(metavar="ENGINE", help="Engine directory written by `speccompile build`.")]
+EnginePath = Annotated[
+    Path, typer.Argument(metavar="ENGINE", help="Engine directory written by `speccompile build`.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
-TrustRemoteCode = Annotated[bool, typer.Option(help="Run modelling code that the target's checkpoint brings along.")]
+TrustRemoteCode = Annotated[
+    bool, typer.Option(help="Run modelling code that the target's checkpoint brings along.")
+]
 
 
 def main() -> None:
@@ -49,15 +52,35 @@ def main() -> None:
 
 @app.command()
 def build(
-    target: Annotated[str, typer.Option(metavar="DIR|HUB-ID", help="Target: a Hugging Face causal LM as safetensors.")],
-    draft: Annotated[str, typer.Option(metavar="DIR|HUB-ID", help="Draft made for it: DFlash (z-lab's format) or causal-depth.")],
+    target: Annotated[
+        str, typer.Option(metavar="DIR|HUB-ID", help="Target: a Hugging Face causal LM as safetensors.")
+    ],
+    draft: Annotated[
+        str,
+        typer.Option(
+            metavar="DIR|HUB-ID", help="Draft made for it: DFlash (z-lab's format) or causal-depth."
+        ),
+    ],
     out_dir: Annotated[Path, typer.Option("--out", metavar="DIR", help="Engine directory to write.")],
-    block_width: Annotated[int | None, typer.Option(help="Rows of a block: one anchor and the proposals. [default: as the draft was trained]", show_default=False)] = None,
-    max_seq_len: Annotated[int | None, typer.Option(help="Tokens a sequence may hold. [default: the target's, at most 2048]", show_default=False)] = None,
+    block_width: Annotated[
+        int | None,
+        typer.Option(
+            help="Rows of a block: one anchor and the proposals. [default: as the draft was trained]",
+            show_default=False,
+        ),
+    ] = None,
+    max_seq_len: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens a sequence may hold. [default: the target's, at most 2048]", show_default=False
+        ),
+    ] = None,
     max_batch_size: Annotated[int, typer.Option(help="Sequences decoded together.")] = 8,
     dtype: Annotated[str, typer.Option(help="Type of weights and caches: float32 or float16.")] = "float32",
     backend: Annotated[str, typer.Option(help="What runs the engine: onnxruntime (CPU).")] = "onnxruntime",
-    force: Annotated[bool, typer.Option("--force", help="Replace an engine that is already at --out.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace an engine that is already at --out.")
+    ] = False,
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
@@ -66,12 +89,20 @@ def build(
     Example: speccompile build --target samples/tiny/target --draft samples/tiny/causal-depth --out engines/tiny
     """
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
     from speccompile.compiler.build import BuildLog, BuildOptions
     from speccompile.compiler.build import build as run_build
 
     options = BuildOptions(
-        target, draft, out_dir, block_width, max_seq_len, max_batch_size, dtype, backend, force, trust_remote_code
+        target,
+        draft,
+        out_dir,
+        block_width,
+        max_seq_len,
+        max_batch_size,
+        dtype,
+        backend,
+        force,
+        trust_remote_code,
     )
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     with Progress(*columns, console=err, transient=True) as progress:
@@ -87,12 +118,20 @@ def build(
 
 @app.command("init-draft")
 def init_draft(
-    target: Annotated[str, typer.Option(metavar="DIR|HUB-ID", help="Target whose sizes, embedding and head the draft takes.")],
+    target: Annotated[
+        str,
+        typer.Option(metavar="DIR|HUB-ID", help="Target whose sizes, embedding and head the draft takes."),
+    ],
     out_dir: Annotated[Path, typer.Option("--out", metavar="DIR", help="Checkpoint directory to write.")],
     family: Annotated[str, typer.Option(help="causal-depth or dflash.")] = "causal-depth",
     layers: Annotated[int, typer.Option(help="Layers of the draft.")] = 2,
     block_width: Annotated[int, typer.Option(help="Rows of a block: one anchor and the proposals.")] = 8,
-    mask_token_id: Annotated[int | None, typer.Option(help="Token that stands for a row to fill. [default: the vocabulary's last]", show_default=False)] = None,
+    mask_token_id: Annotated[
+        int | None,
+        typer.Option(
+            help="Token that stands for a row to fill. [default: the vocabulary's last]", show_default=False
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
     force: Annotated[bool, typer.Option("--force", help="Replace what is already at --out.")] = False,
     trust_remote_code: TrustRemoteCode = False,
@@ -122,10 +161,16 @@ def run(
     engine: EnginePath,
     prompt: Annotated[str | None, typer.Option(help="Text to continue (with --chat: to answer).")] = None,
     prompt_ids: Annotated[str | None, typer.Option(metavar="1,2,3", help="Token ids to continue.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Use the chat template; without --prompt, talk line by line.")] = False,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Use the chat template; without --prompt, talk line by line.")
+    ] = False,
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens to produce.")] = 128,
-    no_speculation: Annotated[bool, typer.Option("--no-speculation", help="Plain decoding, one row a step: the yardstick.")] = False,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end-of-sequence token.")] = False,
+    no_speculation: Annotated[
+        bool, typer.Option("--no-speculation", help="Plain decoding, one row a step: the yardstick.")
+    ] = False,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on past the end-of-sequence token.")
+    ] = False,
     stream: Annotated[bool, typer.Option("--stream", help="Print text as it comes.")] = False,
     threads: Annotated[int, typer.Option(help="CPU threads; 0 lets ONNX Runtime choose.")] = 0,
     as_json: AsJson = False,
@@ -134,12 +179,16 @@ def run(
     from speccompile.compiler.run import converse, generate_one
     from speccompile.runtime import Engine
 
-    if (prompt is not None) + (prompt_ids is not None) > 1 or not (chat or prompt is not None or prompt_ids is not None):
+    if (prompt is not None) + (prompt_ids is not None) > 1 or not (
+        chat or prompt is not None or prompt_ids is not None
+    ):
         raise UserError("Give one of --prompt TEXT, --prompt-ids 1,2,3 or --chat.")
     if chat and prompt_ids is not None:
         raise UserError("--chat needs text, not --prompt-ids.")
     if as_json and (stream or (chat and prompt is None)):
-        raise UserError("--json prints one object at the end; it does not go with --stream or an open --chat.")
+        raise UserError(
+            "--json prints one object at the end; it does not go with --stream or an open --chat."
+        )
     loaded = Engine.load(engine, threads)
     options: dict[str, Any] = dict(
         max_new_tokens=max_new_tokens, speculation=not no_speculation, ignore_eos=ignore_eos, stream=stream
@@ -169,11 +218,31 @@ def _parse_ids(text: str | None) -> list[int] | None:
 @app.command()
 def verify(
     engine: EnginePath,
-    prompts: Annotated[Path | None, typer.Option(metavar="FILE", help="Prompts, one a line: text, or JSON with `prompt` or `prompt_ids`. [default: built-in]", show_default=False)] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Prompts, one a line: text, or JSON with `prompt` or `prompt_ids`. [default: built-in]",
+            show_default=False,
+        ),
+    ] = None,
     num_prompts: Annotated[int, typer.Option("-n", "--num-prompts", help="Most prompts to check.")] = 8,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 64,
-    target: Annotated[str | None, typer.Option(metavar="DIR|HUB-ID", help="Target to compare with. [default: the one it was built from]", show_default=False)] = None,
-    tie_tolerance: Annotated[float | None, typer.Option(help="Logits nearer than this share of the largest are a tie. [default: by dtype]", show_default=False)] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR|HUB-ID",
+            help="Target to compare with. [default: the one it was built from]",
+            show_default=False,
+        ),
+    ] = None,
+    tie_tolerance: Annotated[
+        float | None,
+        typer.Option(
+            help="Logits nearer than this share of the largest are a tie. [default: by dtype]",
+            show_default=False,
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Prove that the engine's greedy output is the target's own: exit code 0 if it is, 1 if not.
@@ -182,7 +251,6 @@ def verify(
     decoding. A difference where two logits are equal to within rounding is reported as a near tie, with both logits.
     """
     from rich.progress import Progress
-
     from speccompile.compiler.run import builtin_prompts
     from speccompile.compiler.verify import load_original_target, read_prompts
     from speccompile.compiler.verify import verify as run_verify
@@ -198,7 +266,9 @@ def verify(
     model = load_original_target(loaded, target)
     with Progress(console=err, transient=True, disable=as_json) as progress:
         task = progress.add_task("comparing", total=len(ids))
-        outcome = run_verify(loaded, model, ids, max_new_tokens, tie_tolerance, lambda index: progress.advance(task))
+        outcome = run_verify(
+            loaded, model, ids, max_new_tokens, tie_tolerance, lambda index: progress.advance(task)
+        )
     if as_json:
         print(json.dumps(outcome.to_json()))
     else:
@@ -212,7 +282,12 @@ def verify(
 @app.command()
 def inspect(
     engine: EnginePath,
-    graph: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the step's graph for people: .html, .txt, or .onnx (without weights).")] = None,
+    graph: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Write the step's graph for people: .html, .txt, or .onnx (without weights)."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say what an engine is: contract, operations, caches, memory, and how it was built."""

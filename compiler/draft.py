@@ -16,11 +16,10 @@ Shapes: B sequences, S context rows, K block rows, H hidden size, D head size.
 from collections.abc import Callable
 
 import torch
+from speccompile.compiler.draft_config import DraftConfig
 from torch import nn
 from torch.nn import functional as F
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
-
-from speccompile.compiler.draft_config import DraftConfig
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(layer, q [B, Hq, K, D], k [B, Hkv, K, D], v [B, Hkv, K, D]) -> [B, Hq, K, D]: attention of the block rows over
@@ -36,7 +35,10 @@ class DraftAttention(nn.Module):
     def __init__(self, config: DraftConfig):
         super().__init__()
         self.head_dim = config.head_dim
-        width, kv_width = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        width, kv_width = (
+            config.num_attention_heads * config.head_dim,
+            config.num_key_value_heads * config.head_dim,
+        )
         self.q_proj = nn.Linear(config.hidden_size, width, bias=config.attention_bias)
         self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=config.attention_bias)
         self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=config.attention_bias)
@@ -48,7 +50,9 @@ class DraftAttention(nn.Module):
         """[B, rows, heads*D] -> [B, rows, heads, D]"""
         return x.view(*x.shape[:-1], -1, self.head_dim)
 
-    def key_value(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def key_value(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """[B, rows, H] -> k, v [B, Hkv, rows, D]"""
         k = self.k_norm(self.heads(self.k_proj(x))).transpose(1, 2)
         return rotate(k, cos, sin), self.heads(self.v_proj(x)).transpose(1, 2)
@@ -116,9 +120,7 @@ class Draft(nn.Module):
         cos, sin = self.rotary_emb(context, positions)
         return [layer.self_attn.key_value(context, cos, sin) for layer in self.layers]
 
-    def block_hidden(
-        self, anchor: torch.Tensor, positions: torch.Tensor, attend: Attend
-    ) -> torch.Tensor:
+    def block_hidden(self, anchor: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """Anchor tokens [B] and positions [B, K] of the block's rows -> hidden states [B, K, H] after the last norm."""
         mask = torch.full_like(positions[:, 1:], self.config.mask_token_id)
         x = F.embedding(torch.cat([anchor[:, None], mask], dim=1), self.embedding)

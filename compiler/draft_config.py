@@ -10,10 +10,9 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from speccompile.export.errors import UserError
 from transformers import Qwen3Config
 from transformers.activations import ACT2FN
-
-from speccompile.export.errors import UserError
 
 OUR_ARCHITECTURE = "SpeccompileDraft"
 ZLAB_ARCHITECTURE = "DFlashDraftModel"
@@ -88,13 +87,17 @@ def read_draft_config(raw: dict[str, Any], source: Path) -> DraftConfig:
     architectures = raw.get("architectures") or []
     for key, family in _OTHER_FAMILIES.items():
         if raw.get(key) is not None or _nested(raw, source).get(key) is not None:
-            raise UserError(f"{source} has the key {key}: a {family} draft, which this version cannot build; DFlash and causal-depth drafts are supported.")
+            raise UserError(
+                f"{source} has the key {key}: a {family} draft, which this version cannot build; DFlash and causal-depth drafts are supported."
+            )
     if architectures == [OUR_ARCHITECTURE]:
         config = _read_ours(raw, source)
     elif architectures == [ZLAB_ARCHITECTURE]:
         config = _read_zlab(raw, source)
     else:
-        raise UserError(f"{source} has architectures {architectures}; a draft of {ZLAB_ARCHITECTURE} (z-lab) or {OUR_ARCHITECTURE} was expected.")
+        raise UserError(
+            f"{source} has architectures {architectures}; a draft of {ZLAB_ARCHITECTURE} (z-lab) or {OUR_ARCHITECTURE} was expected."
+        )
     _check(config, source)
     return config
 
@@ -110,33 +113,47 @@ def _read_zlab(raw: dict[str, Any], source: Path) -> DraftConfig:
     nested = _nested(raw, source)
     for key in sorted(set(nested) - _NESTED_ZLAB):
         if nested[key]:
-            raise UserError(f"{source}: dflash_config.{key} = {nested[key]!r} is not supported; it would change the draft's numbers, so it is not ignored.")
+            raise UserError(
+                f"{source}: dflash_config.{key} = {nested[key]!r} is not supported; it would change the draft's numbers, so it is not ignored."
+            )
     for key in _REQUIRED_ZLAB:
         if raw.get(key) is None:
-            raise UserError(f"{source} lacks {key}; nothing is guessed, so add the value the draft was trained with.")
+            raise UserError(
+                f"{source} lacks {key}; nothing is guessed, so add the value the draft was trained with."
+            )
 
     def either(key: str, default: Any = None, required: bool = False) -> Any:
         """`dflash_config` first, then the top level; both may be given only if they agree."""
         inner, outer = nested.get(key), raw.get(key)
         if inner is not None and outer is not None and inner != outer:
-            raise UserError(f"{source}: dflash_config.{key} is {inner!r} but the top level says {outer!r}; keep the one the draft was trained with.")
+            raise UserError(
+                f"{source}: dflash_config.{key} is {inner!r} but the top level says {outer!r}; keep the one the draft was trained with."
+            )
         value = inner if inner is not None else outer
         if value is None and required:
-            raise UserError(f"{source} lacks dflash_config.{key}; nothing is guessed, so add the value the draft was trained with.")
+            raise UserError(
+                f"{source} lacks dflash_config.{key}; nothing is guessed, so add the value the draft was trained with."
+            )
         return default if value is None else value
 
     layers = raw["num_hidden_layers"]
     kinds = raw.get("layer_types") or ["full_attention"] * layers
     if len(kinds) != layers or set(kinds) - {"full_attention", "sliding_attention"}:
-        raise UserError(f"{source}: layer_types is {kinds}; {layers} entries of full_attention or sliding_attention were expected.")
+        raise UserError(
+            f"{source}: layer_types is {kinds}; {layers} entries of full_attention or sliding_attention were expected."
+        )
     sliding = [kind == "sliding_attention" for kind in kinds]
     if any(sliding) and not raw.get("sliding_window"):
-        raise UserError(f"{source} has sliding_attention layers but no sliding_window; add the window the draft was trained with.")
+        raise UserError(
+            f"{source} has sliding_attention layers but no sliding_window; add the window the draft was trained with."
+        )
     causal = raw.get("is_causal")
     try:
         resolved = Qwen3Config.from_dict(raw)
     except Exception as error:
-        raise UserError(f"{source} is not a valid Qwen3 draft configuration: {str(error).splitlines()[0]}") from None
+        raise UserError(
+            f"{source} is not a valid Qwen3 draft configuration: {str(error).splitlines()[0]}"
+        ) from None
     return DraftConfig(
         **{key: raw[key] for key in _REQUIRED_ZLAB},
         num_target_layers=either("num_target_layers", required=True),
@@ -160,10 +177,14 @@ def _read_ours(raw: dict[str, Any], source: Path) -> DraftConfig:
     generic = {"architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "_name_or_path"}
     for key in raw:
         if key not in known and key not in generic:
-            raise UserError(f"{source}: the key {key} is not one of a {OUR_ARCHITECTURE} configuration; remove it or check its spelling.")
+            raise UserError(
+                f"{source}: the key {key} is not one of a {OUR_ARCHITECTURE} configuration; remove it or check its spelling."
+            )
     for name, field in known.items():
         if name not in raw and field.default is MISSING:
-            raise UserError(f"{source} lacks {name}; nothing is guessed, so add the value the draft was trained with.")
+            raise UserError(
+                f"{source} lacks {name}; nothing is guessed, so add the value the draft was trained with."
+            )
     values = {name: raw[name] for name in known if name in raw}
     for name in ("target_layer_ids", "causal", "windows"):
         if not isinstance(values[name], list):
@@ -181,11 +202,17 @@ def _check(config: DraftConfig, source: Path) -> None:
         if value < 1 and name != "mask_token_id":
             raise UserError(f"{source}: {name} is {value}; at least 1 was expected.")
     if config.num_attention_heads % config.num_key_value_heads:
-        raise UserError(f"{source}: num_attention_heads {config.num_attention_heads} is not a multiple of num_key_value_heads {config.num_key_value_heads}.")
+        raise UserError(
+            f"{source}: num_attention_heads {config.num_attention_heads} is not a multiple of num_key_value_heads {config.num_key_value_heads}."
+        )
     if not 0 <= config.mask_token_id < config.vocab_size:
-        raise UserError(f"{source}: mask_token_id {config.mask_token_id} is outside the vocabulary of {config.vocab_size} tokens.")
+        raise UserError(
+            f"{source}: mask_token_id {config.mask_token_id} is outside the vocabulary of {config.vocab_size} tokens."
+        )
     if config.block_size < 2:
-        raise UserError(f"{source}: block_size {config.block_size} leaves no row to propose with; at least 2 was expected.")
+        raise UserError(
+            f"{source}: block_size {config.block_size} leaves no row to propose with; at least 2 was expected."
+        )
     if not config.target_layer_ids:
         raise UserError(f"{source}: target_layer_ids is empty; at least one target layer must be tapped.")
     for layer in config.target_layer_ids:
@@ -196,8 +223,12 @@ def _check(config: DraftConfig, source: Path) -> None:
             )
     for name in ("causal", "windows"):
         if len(getattr(config, name)) != config.num_hidden_layers:
-            raise UserError(f"{source}: {name} has {len(getattr(config, name))} entries for {config.num_hidden_layers} layers; one per layer was expected.")
+            raise UserError(
+                f"{source}: {name} has {len(getattr(config, name))} entries for {config.num_hidden_layers} layers; one per layer was expected."
+            )
     if config.depth_mixing not in ("none", "shift"):
         raise UserError(f"{source}: depth_mixing is {config.depth_mixing!r}; 'none' or 'shift' was expected.")
     if config.hidden_act not in ACT2FN:
-        raise UserError(f"{source}: hidden_act {config.hidden_act!r} is not an activation Transformers knows.")
+        raise UserError(
+            f"{source}: hidden_act {config.hidden_act!r} is not an activation Transformers knows."
+        )

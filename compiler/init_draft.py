@@ -1,13 +1,10 @@
 """A random-weight draft for any target, so that a pair can be built before one is trained."""
 
-from pathlib import Path
-
 import torch
-from transformers import PretrainedConfig
-
 from speccompile.compiler.draft import Draft
 from speccompile.compiler.draft_config import DraftConfig
 from speccompile.export.errors import UserError
+from transformers import PretrainedConfig
 
 FAMILIES = ("causal-depth", "dflash")
 
@@ -29,10 +26,14 @@ def random_draft(
     if text.num_hidden_layers < 2:
         raise UserError("The target has one layer, so there is no hidden state before its last layer to tap.")
     if layers < 1 or block_width < 2:
-        raise UserError(f"--layers {layers} and --block-width {block_width} were given; at least 1 and 2 are needed.")
+        raise UserError(
+            f"--layers {layers} and --block-width {block_width} were given; at least 1 and 2 are needed."
+        )
     mask = text.vocab_size - 1 if mask_token_id is None else mask_token_id
     if not 0 <= mask < text.vocab_size:
-        raise UserError(f"--mask-token-id {mask} is outside the target's vocabulary of {text.vocab_size} tokens.")
+        raise UserError(
+            f"--mask-token-id {mask} is outside the target's vocabulary of {text.vocab_size} tokens."
+        )
     heads = text.num_attention_heads
     causal = family == "causal-depth"
     config = DraftConfig(

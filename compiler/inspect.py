@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import onnx
-
 from speccompile.export import memory
 from speccompile.export.directory import PLAIN, STEP, EngineDirectory
 from speccompile.export.errors import UserError
@@ -22,11 +21,23 @@ def describe(engine: EngineDirectory) -> dict[str, Any]:
     return {
         "path": str(engine.path),
         "architecture": engine.config["pretrained_config"]["architecture"],
-        **{key: settings[key] for key in ("backend", "dtype", "block_width", "max_seq_len", "max_batch_size", "contract_version")},
+        **{
+            key: settings[key]
+            for key in (
+                "backend",
+                "dtype",
+                "block_width",
+                "max_seq_len",
+                "max_batch_size",
+                "contract_version",
+            )
+        },
         "target": settings["target"],
         "draft": settings["draft"],
         "inputs": [_tensor(value) for value in model.graph.input],
-        "outputs": [_tensor(value) | _alias(value.name, settings["aliases"][STEP]) for value in model.graph.output],
+        "outputs": [
+            _tensor(value) | _alias(value.name, settings["aliases"][STEP]) for value in model.graph.output
+        ],
         "operations": {
             name: dict(Counter(_operation(node) for node in _load(engine, name).graph.node).most_common())
             for name in (STEP, PLAIN)
@@ -58,7 +69,9 @@ def write_graph(engine: EngineDirectory, file: Path) -> None:
         elif file.suffix == ".onnx":
             file.write_bytes(model.SerializeToString())
         else:
-            raise UserError(f"--graph {file} ends in {file.suffix or 'nothing'}; .html, .txt or .onnx was expected.")
+            raise UserError(
+                f"--graph {file} ends in {file.suffix or 'nothing'}; .html, .txt or .onnx was expected."
+            )
     except OSError as error:
         raise UserError(f"{file} could not be written ({error.strerror}).") from None
 
@@ -74,7 +87,11 @@ def _operation(node: onnx.NodeProto) -> str:
 def _tensor(value: onnx.ValueInfoProto) -> dict[str, Any]:
     tensor = value.type.tensor_type
     shape = [dim.dim_param or dim.dim_value for dim in tensor.shape.dim]
-    return {"name": value.name, "dtype": onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type).name, "shape": shape}
+    return {
+        "name": value.name,
+        "dtype": onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type).name,
+        "shape": shape,
+    }
 
 
 def _alias(name: str, aliases: dict[str, str]) -> dict[str, str]:

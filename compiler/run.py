@@ -4,7 +4,6 @@ import sys
 from typing import Any
 
 from rich.console import Console
-
 from speccompile.runtime import Engine, Generation
 from speccompile.runtime.tokenizer import chat_ids, load_tokenizer
 
@@ -21,7 +20,9 @@ BUILTIN_PROMPTS = (
 
 
 def has_tokenizer(engine: Engine) -> bool:
-    return (engine.directory.path / "tokenizer.json").exists() or (engine.directory.path / "tokenizer_config.json").exists()
+    return (engine.directory.path / "tokenizer.json").exists() or (
+        engine.directory.path / "tokenizer_config.json"
+    ).exists()
 
 
 def builtin_prompts(engine: Engine) -> list[list[int]]:
@@ -31,7 +32,9 @@ def builtin_prompts(engine: Engine) -> list[list[int]]:
     if has_tokenizer(engine):
         tokenizer = load_tokenizer(engine.directory)
         return [ids[:longest] for text in BUILTIN_PROMPTS if (ids := tokenizer.encode(text))]
-    return [[(7 * i * i + 31 * n) % settings["vocab_size"] for i in range(min(4 + n, longest))] for n in range(8)]
+    return [
+        [(7 * i * i + 31 * n) % settings["vocab_size"] for i in range(min(4 + n, longest))] for n in range(8)
+    ]
 
 
 def generate_one(
@@ -47,7 +50,9 @@ def generate_one(
     """One answer as `run --json` prints it, plus a `summary` line for people."""
     tokenizer = load_tokenizer(engine.directory) if prompt is not None or has_tokenizer(engine) else None
     if prompt_ids is None:
-        prompt_ids = chat_ids(tokenizer, [{"role": "user", "content": prompt}]) if chat else tokenizer.encode(prompt)
+        prompt_ids = (
+            chat_ids(tokenizer, [{"role": "user", "content": prompt}]) if chat else tokenizer.encode(prompt)
+        )
     result = _generate(engine, tokenizer, prompt_ids, max_new_tokens, speculation, ignore_eos, stream)
     seconds = result.prefill_s + result.decode_s
     return {
@@ -76,7 +81,9 @@ def converse(engine: Engine, console: Console, **options: Any) -> None:
             return
         messages.append({"role": "user", "content": line})
         result = _generate(engine, tokenizer, chat_ids(tokenizer, messages), **options)
-        messages.append({"role": "assistant", "content": tokenizer.decode(result.token_ids, skip_special_tokens=True)})
+        messages.append(
+            {"role": "assistant", "content": tokenizer.decode(result.token_ids, skip_special_tokens=True)}
+        )
 
 
 def _generate(
@@ -126,12 +133,18 @@ class _Printer:
 
 def _summary(result: Generation, engine: Engine) -> str:
     seconds = result.prefill_s + result.decode_s
-    parts = [f"{len(result.token_ids)} tokens in {seconds:.2f} s ({len(result.token_ids) / seconds:.1f} tokens/s)"]
+    parts = [
+        f"{len(result.token_ids)} tokens in {seconds:.2f} s ({len(result.token_ids) / seconds:.1f} tokens/s)"
+    ]
     if result.acceptance_length is not None:
-        parts.append(f"acceptance length {result.acceptance_length:.2f} over {len(result.acceptance_lengths)} steps")
+        parts.append(
+            f"acceptance length {result.acceptance_length:.2f} over {len(result.acceptance_lengths)} steps"
+        )
     parts.append(f"prefill {result.prefill_s:.2f} s")
     if result.finish_reason == "capacity":
-        parts.append(f"ended: the cache is full at {engine.directory.settings['max_seq_len']} tokens (--max-seq-len of the build)")
+        parts.append(
+            f"ended: the cache is full at {engine.directory.settings['max_seq_len']} tokens (--max-seq-len of the build)"
+        )
     elif result.finish_reason == "length":
         parts.append("ended: --max-new-tokens reached")
     return "; ".join(parts)

@@ -8,9 +8,8 @@ B sequences, S rows this step (K in decoding, a chunk in prefill), K block width
 """
 
 import torch
-from torch import nn
-
 from speccompile.compiler.stages import Stage
+from torch import nn
 
 
 def take_rows(values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -52,7 +51,9 @@ class Step(nn.Module):
 
         # Accept: proposals count until the first one that is not the target's own choice.
         proposals = tokens.gather(1, rows[:, 1:])  # [B, K-1]: row num_known holds the first proposal
-        is_proposal = num_known[:, None] + torch.arange(self.width - 1, device=tokens.device) < num_tokens[:, None]
+        is_proposal = (
+            num_known[:, None] + torch.arange(self.width - 1, device=tokens.device) < num_tokens[:, None]
+        )
         wrong = torch.logical_or(proposals != choices[:, :-1], ~is_proposal)
         accepted = (wrong.to(torch.int64).cumsum(1) == 0).to(torch.int64).sum(1)  # [B]
         new_lengths = lengths + num_known + accepted

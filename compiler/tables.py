@@ -5,13 +5,14 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-
 from speccompile.compiler.verify import Verification
 from speccompile.export.memory import human
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0)
+    )
     for position, column in enumerate(columns):
         table.add_column(column, justify="left" if position == 0 else "right")
     return table
@@ -60,7 +61,13 @@ def print_verification(console: Console, outcome: Verification) -> None:
             f"{d.engine_logit:.5f}), expected {d.expected_token} (logit {d.expected_logit:.5f})",
             soft_wrap=True,
         )
-    verdict = "identical" if summary["identical"] else "identical but for near ties" if summary["passed"] else "NOT identical"
+    verdict = (
+        "identical"
+        if summary["identical"]
+        else "identical but for near ties"
+        if summary["passed"]
+        else "NOT identical"
+    )
     length = summary["acceptance_length"]
     console.print(
         f"{verdict}: {outcome.tokens} tokens over {outcome.prompts} prompts, against Transformers eager and plain decoding"
@@ -70,7 +77,9 @@ def print_verification(console: Console, outcome: Verification) -> None:
 
 
 def print_description(console: Console, d: dict[str, Any]) -> None:
-    console.print(f"[bold]{d['path']}[/]: {d['architecture']} with a {d['draft']['family']} draft", soft_wrap=True)
+    console.print(
+        f"[bold]{d['path']}[/]: {d['architecture']} with a {d['draft']['family']} draft", soft_wrap=True
+    )
     console.print(
         f"{d['backend']}, {d['dtype']}, block width {d['block_width']}, up to {d['max_seq_len']} tokens and "
         f"{d['max_batch_size']} sequences; step contract {d['contract_version']}",
@@ -78,12 +87,21 @@ def print_description(console: Console, d: dict[str, Any]) -> None:
     )
     console.print(f"Target: {d['target']['path']}", soft_wrap=True)
     console.print(f"Draft: {d['draft']['path']}: {_draft(d['draft'])}\n", soft_wrap=True)
-    contract = Table(title="Step contract", title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    contract = Table(
+        title="Step contract",
+        title_justify="left",
+        title_style="bold",
+        box=None,
+        pad_edge=False,
+        padding=(0, 2, 0, 0),
+    )
     for column in ("", "tensor", "dtype", "shape", "bound to"):
         contract.add_column(column)
     for kind in ("inputs", "outputs"):
         for tensor in _shortened(d[kind]):
-            contract.add_row(kind[:-1], tensor["name"], tensor["dtype"], str(tensor["shape"]), tensor.get("bound_to", ""))
+            contract.add_row(
+                kind[:-1], tensor["name"], tensor["dtype"], str(tensor["shape"]), tensor.get("bound_to", "")
+            )
     console.print(contract, "")
     operations = _table("Operations", "operation", *d["operations"])
     for name in dict.fromkeys(op for counts in d["operations"].values() for op in counts):

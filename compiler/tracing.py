@@ -9,17 +9,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache
-from transformers.integrations.moe import ExpertsInterface
-
 from speccompile.compiler.draft import Draft
 from speccompile.compiler.stages import Stage, callable_stages, flat_copy
 from speccompile.export.errors import UserError
 from speccompile.export.onnx import decompose, untranslatable
 from speccompile.plugins.block_attention import block_attention
 from speccompile.plugins.kv_append import kv_append
+from torch import fx, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.integrations.moe import ExpertsInterface
 
 ATTENTION = "speccompile"
 BATCH, ROWS = 3, 5  # example sizes: distinct primes, so that no two axes are taken for one
@@ -120,7 +119,10 @@ class CacheShape:
     value_size: int
 
     def empty(self, batch: int, capacity: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        return [torch.zeros(batch, self.heads, capacity, size, dtype=dtype) for size in (self.key_size, self.value_size)]
+        return [
+            torch.zeros(batch, self.heads, capacity, size, dtype=dtype)
+            for size in (self.key_size, self.value_size)
+        ]
 
 
 def pairs(flat: list[torch.Tensor]) -> list[CachePair]:
@@ -221,7 +223,11 @@ def freeze_rope(model: PreTrainedModel, max_positions: int) -> None:
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         named = kinds if isinstance(kinds, dict) else {"": kinds}
-        changing = {key for key, kind in named.items() if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope")}
+        changing = {
+            key
+            for key, kind in named.items()
+            if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope")
+        }
         if not changing:
             continue
         parameters = module.config.rope_parameters
@@ -231,7 +237,11 @@ def freeze_rope(model: PreTrainedModel, max_positions: int) -> None:
                 f"The target's rotary embedding ({parameters['rope_type']}) changes its frequencies past {original} positions, which one "
                 f"graph cannot; give --max-seq-len {original} or less."
             )
-        module.rope_type = {k: "default" if k in changing else v for k, v in named.items()} if isinstance(kinds, dict) else "default"
+        module.rope_type = (
+            {k: "default" if k in changing else v for k, v in named.items()}
+            if isinstance(kinds, dict)
+            else "default"
+        )
 
 
 def _trace(name: str, module: nn.Module, example: tuple, rows: bool, output_shapes) -> Stage:
@@ -253,7 +263,9 @@ def _trace(name: str, module: nn.Module, example: tuple, rows: bool, output_shap
     return Stage(name, flat_copy(program.module(check_guards=False)), output_shapes)
 
 
-def trace_target(model: PreTrainedModel, shapes: list[CacheShape], capacity: int, max_positions: int) -> Stage:
+def trace_target(
+    model: PreTrainedModel, shapes: list[CacheShape], capacity: int, max_positions: int
+) -> Stage:
     """`(tokens [B, S], lengths [B], caches) -> logits [B, S, V], hidden_states[0…L] [B, S, H], caches`"""
     freeze_rope(model, max_positions)
     model.set_attn_implementation(ATTENTION)
@@ -266,7 +278,9 @@ def trace_target(model: PreTrainedModel, shapes: list[CacheShape], capacity: int
     def output_shapes(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         tokens, _, *caches = inputs
         leading = tokens.shape
-        hidden = [caches[0].new_empty(*leading, config.hidden_size) for _ in range(config.num_hidden_layers + 1)]
+        hidden = [
+            caches[0].new_empty(*leading, config.hidden_size) for _ in range(config.num_hidden_layers + 1)
+        ]
         return [caches[0].new_empty(*leading, vocabulary), *hidden, *(torch.empty_like(c) for c in caches)]
 
     return _trace("target", _Target(model, max_positions), example, True, output_shapes)
@@ -276,7 +290,9 @@ def trace_draft(draft: Draft, width: int, capacity: int, dtype: torch.dtype) -> 
     """The draft's two stages, inject and propose, at block width `width`."""
     config = draft.config
     shape = CacheShape(config.num_key_value_heads, config.head_dim, config.head_dim)
-    caches = [tensor for _ in range(config.num_hidden_layers) for tensor in shape.empty(BATCH, capacity, dtype)]
+    caches = [
+        tensor for _ in range(config.num_hidden_layers) for tensor in shape.empty(BATCH, capacity, dtype)
+    ]
     at = torch.zeros(BATCH, dtype=torch.long)
     features = torch.zeros(BATCH, ROWS, len(config.target_layer_ids) * config.hidden_size, dtype=dtype)
     inject = _trace(
@@ -291,17 +307,36 @@ def trace_draft(draft: Draft, width: int, capacity: int, dtype: torch.dtype) -> 
         _Propose(draft, width),
         (at, at.clone(), *caches),
         False,
-        lambda inputs: [inputs[0].new_empty(inputs[0].shape[0], width - 1), *map(torch.empty_like, inputs[2:])],
+        lambda inputs: [
+            inputs[0].new_empty(inputs[0].shape[0], width - 1),
+            *map(torch.empty_like, inputs[2:]),
+        ],
     )
     return inject, propose
 
 
-def trace_step(step: nn.Module, stages: list[Stage], target_caches: list[torch.Tensor], draft_caches: list[torch.Tensor]) -> fx.GraphModule:
+def trace_step(
+    step: nn.Module, stages: list[Stage], target_caches: list[torch.Tensor], draft_caches: list[torch.Tensor]
+) -> fx.GraphModule:
     """Export the step's own few dozen operations, with every stage as one call."""
     batch = {0: torch.export.Dim.DYNAMIC}
     vector = torch.zeros(BATCH, dtype=torch.long)
-    example = (torch.zeros(BATCH, ROWS, dtype=torch.long), vector, vector.clone(), vector.clone(), target_caches, draft_caches)
-    shapes = ({0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}, batch, batch, batch, [batch] * len(target_caches), [batch] * len(draft_caches))
+    example = (
+        torch.zeros(BATCH, ROWS, dtype=torch.long),
+        vector,
+        vector.clone(),
+        vector.clone(),
+        target_caches,
+        draft_caches,
+    )
+    shapes = (
+        {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC},
+        batch,
+        batch,
+        batch,
+        [batch] * len(target_caches),
+        [batch] * len(draft_caches),
+    )
     with callable_stages(*stages):
         program = torch.export.export(step, example, dynamic_shapes=shapes, strict=False)
     return flat_copy(program.module(check_guards=False))

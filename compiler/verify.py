@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache
-
 from speccompile.compiler import checkpoint
 from speccompile.runtime import Engine, Generation
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
 
 RELATIVE_TIE = {"float32": 1e-4, "float16": 1e-2}
 """Two logits nearer than this share of the largest one are a tie: a few hundred rounding errors of the type."""
@@ -91,7 +90,9 @@ def verify(
         expected = logits.argmax(-1).tolist()
         for position, (got, wanted) in enumerate(zip(fast.token_ids, expected, strict=True)):
             if got != wanted:
-                outcome.differences.append(_difference(index, position, "eager", got, wanted, logits[position], tie))
+                outcome.differences.append(
+                    _difference(index, position, "eager", got, wanted, logits[position], tie)
+                )
         outcome.differences += _compare_plain(index, fast, slow, logits, tie)
         on_prompt(index)
     return outcome
@@ -108,7 +109,9 @@ def follow(target: PreTrainedModel, prompt: list[int], tokens: list[int]) -> tor
     return torch.stack(rows)
 
 
-def _compare_plain(index: int, fast: Generation, slow: Generation, logits: torch.Tensor, tie: float) -> list[Difference]:
+def _compare_plain(
+    index: int, fast: Generation, slow: Generation, logits: torch.Tensor, tie: float
+) -> list[Difference]:
     """The first position at which plain decoding left the speculated text, if any."""
     pairs = zip(slow.token_ids, fast.token_ids, strict=False)
     position = next((i for i, (s, f) in enumerate(pairs) if s != f), None)
@@ -118,7 +121,9 @@ def _compare_plain(index: int, fast: Generation, slow: Generation, logits: torch
     return [_difference(index, position, "plain decoding", got, wanted, logits[position], tie)]
 
 
-def _difference(prompt: int, position: int, against: str, got: int, wanted: int, row: torch.Tensor, tie: float) -> Difference:
+def _difference(
+    prompt: int, position: int, against: str, got: int, wanted: int, row: torch.Tensor, tie: float
+) -> Difference:
     engine_logit, expected_logit = row[got].item(), row[wanted].item()
     near = abs(expected_logit - engine_logit) <= tie * max(1.0, row.abs().max().item())
     return Difference(prompt, position, against, got, wanted, engine_logit, expected_logit, near)
@@ -150,7 +155,9 @@ def read_prompts(file: Path, encode: Callable[[str], list[int]]) -> list[list[in
         elif isinstance(entry.get("prompt"), str):
             prompts.append(encode(entry["prompt"]))
         else:
-            raise UserError(f"{file}, line {number}, has neither a text `prompt` nor a list of numbers `prompt_ids`.")
+            raise UserError(
+                f"{file}, line {number}, has neither a text `prompt` nor a list of numbers `prompt_ids`."
+            )
     if not prompts:
         raise UserError(f"{file} holds no prompt; one a line was expected.")
     return prompts

@@ -86,7 +86,9 @@ def check_destination(out: Path, replace: bool, marker: str = "manifest.json") -
     if not replace:
         raise UserError(f"{out} already exists; give --force to replace it, or another --out.")
     if not out.is_dir() or (any(out.iterdir()) and not (out / marker).exists()):
-        raise UserError(f"{out} has no {marker}, so it is not something this command wrote; --force will not replace it.")
+        raise UserError(
+            f"{out} has no {marker}, so it is not something this command wrote; --force will not replace it."
+        )
 
 
 def _sweep(out: Path) -> None:
@@ -130,7 +132,9 @@ class EngineDirectory:
 def open_engine(path: Path, verify: bool = True) -> EngineDirectory:
     """Read an engine directory. Raises UserError if it is not one, is damaged, or has another contract version."""
     if not path.is_dir():
-        raise UserError(f"{path} is not a directory; an engine directory written by `speccompile build` was expected.")
+        raise UserError(
+            f"{path} is not a directory; an engine directory written by `speccompile build` was expected."
+        )
     manifest = read_json(path / "manifest.json")
     files = manifest.get("files")
     if not isinstance(files, dict) or "config.json" not in files:
@@ -155,4 +159,6 @@ def _verify(path: Path, entry: dict[str, Any]) -> None:
             f"{path} has {path.stat().st_size} bytes, manifest.json says {entry['bytes']}; it is damaged, build the engine again."
         )
     if sha256(path) != entry["sha256"]:
-        raise UserError(f"{path} does not match its SHA-256 in manifest.json; it was changed, build the engine again.")
+        raise UserError(
+            f"{path} does not match its SHA-256 in manifest.json; it was changed, build the engine again."
+        )

@@ -30,14 +30,17 @@ q.oninput = () => { const s = q.value.toLowerCase(); rows.forEach(r => r.hidden 
 
 def _attributes(node: onnx.NodeProto) -> str:
     return ", ".join(
-        f"{a.name}={onnx.helper.get_attribute_value(a)!r}" for a in node.attribute if a.type != onnx.AttributeProto.TENSOR
+        f"{a.name}={onnx.helper.get_attribute_value(a)!r}"
+        for a in node.attribute
+        if a.type != onnx.AttributeProto.TENSOR
     )
 
 
 def graph_text(model: onnx.ModelProto) -> str:
     """One line a node: outputs = Operation(inputs) {attributes}."""
     lines = [
-        f"{', '.join(node.output)} = {node.op_type}({', '.join(node.input)}) {{{_attributes(node)}}}" for node in model.graph.node
+        f"{', '.join(node.output)} = {node.op_type}({', '.join(node.input)}) {{{_attributes(node)}}}"
+        for node in model.graph.node
     ]
     return "\n".join(lines) + "\n"
 
@@ -47,7 +50,12 @@ def graph_html(model: onnx.ModelProto, title: str) -> str:
     from collections import Counter
 
     nodes = [
-        {"op": n.op_type, "inputs": ", ".join(n.input), "outputs": ", ".join(n.output), "attributes": _attributes(n)}
+        {
+            "op": n.op_type,
+            "inputs": ", ".join(n.input),
+            "outputs": ", ".join(n.output),
+            "attributes": _attributes(n),
+        }
         for n in model.graph.node
     ]
     return _PAGE.render(title=title, nodes=nodes, histogram=Counter(n["op"] for n in nodes).most_common())

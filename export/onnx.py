@@ -16,15 +16,14 @@ import onnx_ir.passes.common as ir_passes
 import torch
 from onnxscript.optimizer import fold_constants
 from onnxscript.values import Opset
-from torch import fx
-from torch.onnx._internal.exporter import _core, _decomp, _ir_passes, _registration
-
 from speccompile.plugins.block_attention import block_attention
 from speccompile.plugins.block_attention import onnx as block_attention_onnx
 from speccompile.plugins.group_query_attention import group_query_attention
 from speccompile.plugins.group_query_attention import onnx as group_query_attention_onnx
 from speccompile.plugins.kv_append import kv_append
 from speccompile.plugins.kv_append import onnx as kv_append_onnx
+from torch import fx
+from torch.onnx._internal.exporter import _core, _decomp, _ir_passes, _registration
 
 OPSET = 24
 op = Opset("", 18)  # attributes that later versions of these operators add are of no use here
@@ -74,7 +73,9 @@ def _register_fused_matmul() -> None:
     schema = onnx.defs.OpSchema
     onnx.defs.register_schema(
         schema(
-            "FusedMatMul", "com.microsoft", 1,
+            "FusedMatMul",
+            "com.microsoft",
+            1,
             inputs=[schema.FormalParameter(n, "T") for n in "AB"],
             outputs=[schema.FormalParameter("Y", "T")],
             attributes=[schema.Attribute("transB", schema.AttrType.INT, required=False)],
@@ -87,7 +88,11 @@ def untranslatable(graph: fx.Graph) -> set[str]:
     """Operations of a graph that ONNX has no translation for, or that write in place."""
     found = set()
     for node in graph.nodes:
-        if node.op != "call_function" or node.target is operator.getitem or str(node.target).startswith("aten._assert"):
+        if (
+            node.op != "call_function"
+            or node.target is operator.getitem
+            or str(node.target).startswith("aten._assert")
+        ):
             continue
         mutable = getattr(node.target, "_schema", None) is not None and node.target._schema.is_mutable
         if mutable or not _registry().is_registered(node.target):
@@ -101,7 +106,9 @@ def decompose(program: torch.export.ExportedProgram) -> torch.export.ExportedPro
     return program.run_decompositions(_decomp.create_onnx_friendly_decomposition_table(known))
 
 
-def to_onnx(graph_module: fx.GraphModule, inputs: list[str], outputs: list[str], dims: Mapping[str, list]) -> ir.Model:
+def to_onnx(
+    graph_module: fx.GraphModule, inputs: list[str], outputs: list[str], dims: Mapping[str, list]
+) -> ir.Model:
     """Translate a functional ATen graph whose parameters are `get_attr` nodes.
 
     Args:

@@ -10,7 +10,9 @@ ALIGNMENT = 4096  # pages, so that a runtime can map a tensor instead of reading
 INLINE_BYTES = 1024  # smaller tensors stay in the model file, where shape inference can see them
 
 
-def externalise(models: Iterable[ir.Model], path: Path, progress: Callable[[int], None] = lambda written: None) -> int:
+def externalise(
+    models: Iterable[ir.Model], path: Path, progress: Callable[[int], None] = lambda written: None
+) -> int:
     """Write every large initializer of the models to `path`, each distinct storage once; the models then refer to it.
 
     Returns the bytes written. Call before saving the models into the same directory.
@@ -31,11 +33,23 @@ def externalise(models: Iterable[ir.Model], path: Path, progress: Callable[[int]
                     file.write(np.ascontiguousarray(tensor.numpy()).reshape(-1).view(np.uint8))
                     end = offset + tensor.nbytes
                     placed[key] = ir.ExternalTensor(
-                        path.name, offset, tensor.nbytes, tensor.dtype, shape=tensor.shape, name=value.name, base_dir=path.parent
+                        path.name,
+                        offset,
+                        tensor.nbytes,
+                        tensor.dtype,
+                        shape=tensor.shape,
+                        name=value.name,
+                        base_dir=path.parent,
                     )
                     progress(tensor.nbytes)
                 twin = placed[key]
                 value.const_value = ir.ExternalTensor(
-                    path.name, twin.offset, twin.length, tensor.dtype, shape=tensor.shape, name=value.name, base_dir=path.parent
+                    path.name,
+                    twin.offset,
+                    twin.length,
+                    tensor.dtype,
+                    shape=tensor.shape,
+                    name=value.name,
+                    base_dir=path.parent,
                 )
     return end

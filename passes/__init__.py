@@ -44,7 +44,9 @@ def run_passes(program: Program, debug_directory: Path | None = None) -> list[Pa
         start = time.perf_counter()
         matches = rewrite(program)
         if not matches and rewrite.__name__ in REQUIRED:
-            raise RuntimeError(f"Pass {rewrite.__name__} matched nothing; the traced graph has an unexpected form.")
+            raise RuntimeError(
+                f"Pass {rewrite.__name__} matched nothing; the traced graph has an unexpected form."
+            )
         results.append(PassResult(rewrite.__name__, matches, time.perf_counter() - start))
         if os.environ.get("SPECCOMPILE_DEBUG") == "1":
             directory = debug_directory or Path("speccompile-debug")

@@ -5,7 +5,6 @@ after:  x
 """
 
 import torch
-
 from speccompile.passes.program import Program, is_call
 
 aten = torch.ops.aten
@@ -16,7 +15,13 @@ ASSERTIONS = (
     aten.sym_constrain_range_for_size.default,
 )
 CASTS = (aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten._to_copy.default)
-COPIES = (aten.alias.default, aten.contiguous.default, aten.clone.default, aten.detach_.default, aten.lift_fresh_copy.default)
+COPIES = (
+    aten.alias.default,
+    aten.contiguous.default,
+    aten.clone.default,
+    aten.detach_.default,
+    aten.lift_fresh_copy.default,
+)
 END = 2**62
 
 

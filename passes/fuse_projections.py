@@ -5,7 +5,6 @@ after:  y = linear(x, [Wq; Wk; Wv], [bq; bk; bv]); y[..., :q], y[..., q:q+k], y[
 """
 
 import torch
-
 from speccompile.passes.program import Program, is_call
 
 aten = torch.ops.aten
@@ -21,7 +20,9 @@ def fuse_projections(program: Program) -> int:
         # A tied head stays alone: merging it would copy the embedding table.
         if not all(program.is_parameter(p) for p in (weight, *bias) if p is not None) or weight in embeddings:
             continue
-        groups.setdefault((x, bool(bias and bias[0] is not None), program.tensor(weight).dtype), []).append(node)
+        groups.setdefault((x, bool(bias and bias[0] is not None), program.tensor(weight).dtype), []).append(
+            node
+        )
     matches = 0
     for (x, has_bias, _), nodes in groups.items():
         if len(nodes) > 1:
@@ -47,7 +48,9 @@ def _fuse(program: Program, x: torch.fx.Node, nodes: list[torch.fx.Node], has_bi
         parameter.meta["val"] = merged
         arguments.append(parameter)
     with program.graph.inserting_after(x):
-        y = program.call(aten.linear.default, x, *arguments, val=first.new_empty(*first.shape[:-1], sum(sizes)))
+        y = program.call(
+            aten.linear.default, x, *arguments, val=first.new_empty(*first.shape[:-1], sum(sizes))
+        )
     start, after = 0, y
     for node, size in zip(nodes, sizes, strict=True):
         with program.graph.inserting_after(after):

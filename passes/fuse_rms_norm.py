@@ -7,7 +7,6 @@ after:  rms_norm(x, [H], w, eps)
 """
 
 import torch
-
 from speccompile.passes.program import Program, is_call
 
 aten = torch.ops.aten
@@ -24,7 +23,9 @@ def fuse_rms_norm(program: Program) -> int:
                 continue
             x, eps = found
             with program.graph.inserting_before(node):
-                norm = program.call(aten.rms_norm.default, x, [x.meta["val"].shape[-1]], weight, eps, val=node.meta["val"])
+                norm = program.call(
+                    aten.rms_norm.default, x, [x.meta["val"].shape[-1]], weight, eps, val=node.meta["val"]
+                )
             node.replace_all_uses_with(norm)
             matches += 1
             break
@@ -49,4 +50,8 @@ def _normalised(node: object) -> tuple[torch.fx.Node, float] | None:
 
 def _is_vector(weight: object, x: torch.fx.Node) -> bool:
     val = weight.meta.get("val") if isinstance(weight, torch.fx.Node) else None
-    return isinstance(val, torch.Tensor) and val.dtype == torch.float32 and tuple(val.shape) == (x.meta["val"].shape[-1],)
+    return (
+        isinstance(val, torch.Tensor)
+        and val.dtype == torch.float32
+        and tuple(val.shape) == (x.meta["val"].shape[-1],)
+    )

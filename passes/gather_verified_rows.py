@@ -7,7 +7,6 @@ Any chain of operations that treat rows alone (the head, scaling, soft-capping, 
 """
 
 import torch
-
 from speccompile.passes.program import Program, is_call
 
 aten = torch.ops.aten
@@ -40,11 +39,26 @@ def gather_verified_rows(program: Program) -> int:
         leading = gather.meta["val"].shape[:2]
         with program.graph.inserting_before(gather):
             width = source.meta["val"].shape[2]
-            index = program.call(aten.expand.default, rows, [-1, -1, width], val=gather.meta["val"].new_empty(*leading, width, dtype=torch.int64))
-            picked = program.call(aten.gather.default, source, 1, index, val=gather.meta["val"].new_empty(*leading, width, dtype=source.meta["val"].dtype))
+            index = program.call(
+                aten.expand.default,
+                rows,
+                [-1, -1, width],
+                val=gather.meta["val"].new_empty(*leading, width, dtype=torch.int64),
+            )
+            picked = program.call(
+                aten.gather.default,
+                source,
+                1,
+                index,
+                val=gather.meta["val"].new_empty(*leading, width, dtype=source.meta["val"].dtype),
+            )
             for node in reversed(chain):  # replay from the source outwards, now on K rows
-                copy = program.graph.node_copy(node, lambda n, was=node.args[0], now=picked: now if n is was else n)
-                copy.meta["val"] = gather.meta["val"].new_empty(*leading, node.meta["val"].shape[2], dtype=node.meta["val"].dtype)
+                copy = program.graph.node_copy(
+                    node, lambda n, was=node.args[0], now=picked: now if n is was else n
+                )
+                copy.meta["val"] = gather.meta["val"].new_empty(
+                    *leading, node.meta["val"].shape[2], dtype=node.meta["val"].dtype
+                )
                 picked = copy
         gather.replace_all_uses_with(picked)
         matches += 1

@@ -17,12 +17,11 @@ the cache's one buffer, so the intermediate ones become outputs too (`draft.0.ke
 import operator
 
 import torch
-from torch import fx
-
 from speccompile.passes.program import Program, is_call
 from speccompile.plugins.block_attention import block_attention
 from speccompile.plugins.group_query_attention import group_query_attention
 from speccompile.plugins.kv_append import kv_append
+from torch import fx
 
 aten = torch.ops.aten
 BLOCK_ATTENTION = block_attention._opoverload
@@ -69,7 +68,9 @@ def _lower(program: Program, node: fx.Node, lengths: dict) -> None:
         k, v = _last_row(program, k), _last_row(program, v)
         heads *= rows
         if sinks is not None:
-            sinks = program.call(aten.repeat_interleave.self_int, sinks, rows, val=sinks.meta["val"].new_empty(heads))
+            sinks = program.call(
+                aten.repeat_interleave.self_int, sinks, rows, val=sinks.meta["val"].new_empty(heads)
+            )
     key_of_lengths = at, str(rows), causal
     if key_of_lengths not in lengths:
         lengths[key_of_lengths] = _sequence_lengths(program, at, node.args[0], 1 if not causal else None)
@@ -79,7 +80,9 @@ def _lower(program: Program, node: fx.Node, lengths: dict) -> None:
         num_heads=heads, kv_num_heads=kv_heads, scale=node.kwargs["scale"],
         window=node.kwargs.get("window"), softcap=node.kwargs.get("softcap"),
     )  # fmt: skip
-    out, present_key, present_value = (program.call(operator.getitem, call, i, val=val) for i, val in enumerate(vals))
+    out, present_key, present_value = (
+        program.call(operator.getitem, call, i, val=val) for i, val in enumerate(vals)
+    )
     node.replace_all_uses_with(_unfold(program, out, node.meta["val"], folded=not causal))
     program.graph.erase_node(node)
     for cache, present in ((key, present_key), (value, present_value)):
@@ -126,7 +129,9 @@ def _unfold(program: Program, out: fx.Node, val: torch.Tensor, folded: bool) -> 
     if folded:
         flat = program.call(aten.squeeze.dim, out, 1, val=out.meta["val"].squeeze(1))
         return program.call(aten.unflatten.int, flat, 1, [heads, rows, size], val=val)
-    split = program.call(aten.unflatten.int, out, 2, [heads, size], val=out.meta["val"].unflatten(2, (heads, size)))
+    split = program.call(
+        aten.unflatten.int, out, 2, [heads, size], val=out.meta["val"].unflatten(2, (heads, size))
+    )
     return program.call(aten.transpose.int, split, 1, 2, val=val)
 
 

@@ -5,7 +5,6 @@ after:  aten.mul(x, aten.to(n, float32))
 """
 
 import torch
-
 from speccompile.passes.program import Program, is_call
 
 aten = torch.ops.aten
@@ -24,9 +23,18 @@ def promote_types(program: Program) -> int:
         if not is_call(node, *BINARY) or len(node.args) < 2:
             continue
         operands = node.args[:2]
-        if not all(isinstance(x, torch.fx.Node) and isinstance(x.meta.get("val"), torch.Tensor) for x in operands):
+        if not all(
+            isinstance(x, torch.fx.Node) and isinstance(x.meta.get("val"), torch.Tensor) for x in operands
+        ):
             continue
-        wanted = torch.result_type(*(torch.empty(x.meta["val"].dim() and (1,), dtype=x.meta["val"].dtype) if x.meta["val"].dim() else torch.zeros((), dtype=x.meta["val"].dtype) for x in operands))
+        wanted = torch.result_type(
+            *(
+                torch.empty(x.meta["val"].dim() and (1,), dtype=x.meta["val"].dtype)
+                if x.meta["val"].dim()
+                else torch.zeros((), dtype=x.meta["val"].dtype)
+                for x in operands
+            )
+        )
         for position, operand in enumerate(operands):
             if operand.meta["val"].dtype != wanted:
                 with program.graph.inserting_before(node):

@@ -5,7 +5,6 @@ after:  target.lm_head.weight
 """
 
 import torch
-
 from speccompile.passes.program import Program
 
 

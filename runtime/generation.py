@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-
 from speccompile.export.directory import EngineDirectory, open_engine
 from speccompile.export.errors import UserError
 from speccompile.runtime.session import OnnxSession
@@ -39,7 +38,9 @@ class Generation:
     @property
     def acceptance_length(self) -> float | None:
         """Mean tokens per decode step, bonus included; None before the first."""
-        return sum(self.acceptance_lengths) / len(self.acceptance_lengths) if self.acceptance_lengths else None
+        return (
+            sum(self.acceptance_lengths) / len(self.acceptance_lengths) if self.acceptance_lengths else None
+        )
 
 
 @dataclass
@@ -118,7 +119,9 @@ def _check_prompt(index: int, prompt: Sequence[int], settings: dict) -> None:
         )
     for token in prompt:
         if not 0 <= token < settings["vocab_size"]:
-            raise UserError(f"Prompt {index} holds the token {token}, which is outside the vocabulary of {settings['vocab_size']}.")
+            raise UserError(
+                f"Prompt {index} holds the token {token}, which is outside the vocabulary of {settings['vocab_size']}."
+            )
 
 
 def _advance(

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnxruntime as ort
-
 from speccompile.export.directory import PLAIN, STEP, EngineDirectory
 from speccompile.export.errors import UserError
+
 
 @dataclass(frozen=True)
 class StepOutput:
@@ -43,7 +43,9 @@ class OnnxSession:
         dtype = np.dtype(settings["dtype"])
         present = {value.name for value in self.session.get_inputs()}
         self.caches = {
-            cache: ort.OrtValue.ortvalue_from_numpy(np.zeros((batch, shape["heads"], self.capacity, shape["size"]), dtype))
+            cache: ort.OrtValue.ortvalue_from_numpy(
+                np.zeros((batch, shape["heads"], self.capacity, shape["size"]), dtype)
+            )
             for cache, shape in settings["caches"].items()
             if cache in present
         }
@@ -54,7 +56,9 @@ class OnnxSession:
         shapes = {"emitted": (batch, self.width), "num_emitted": (batch,), "new_lengths": (batch,)}
         if not plain:
             shapes["block"] = (batch, self.width)
-        self.outputs = {n: ort.OrtValue.ortvalue_from_numpy(np.zeros(shape, np.int64)) for n, shape in shapes.items()}
+        self.outputs = {
+            n: ort.OrtValue.ortvalue_from_numpy(np.zeros(shape, np.int64)) for n, shape in shapes.items()
+        }
         for output, buffer in self.outputs.items():
             self.binding.bind_ortvalue_output(output, buffer)
 
@@ -63,10 +67,21 @@ class OnnxSession:
         """The last cache row a step's tokens may reach; behind it lies room for the draft's block."""
         return self.capacity - (0 if self.plain else self.width)
 
-    def step(self, tokens: np.ndarray, num_tokens: np.ndarray, num_known: np.ndarray, lengths: np.ndarray) -> StepOutput:
+    def step(
+        self, tokens: np.ndarray, num_tokens: np.ndarray, num_known: np.ndarray, lengths: np.ndarray
+    ) -> StepOutput:
         """Run one step. `tokens` [B, S], the rest [B], all int64; no sequence's `lengths + S` may pass `row_limit`."""
-        for name, value in (("tokens", tokens), ("num_tokens", num_tokens), ("num_known", num_known), ("lengths", lengths)):
+        for name, value in (
+            ("tokens", tokens),
+            ("num_tokens", num_tokens),
+            ("num_known", num_known),
+            ("lengths", lengths),
+        ):
             self.binding.bind_cpu_input(name, np.ascontiguousarray(value, dtype=np.int64))
         self.session.run_with_iobinding(self.binding)
-        values = {name: buffer.numpy().copy() for name, buffer in self.outputs.items()}  # the next step writes there
-        return StepOutput(values["emitted"], values["num_emitted"], values["new_lengths"], values.get("block"))
+        values = {
+            name: buffer.numpy().copy() for name, buffer in self.outputs.items()
+        }  # the next step writes there
+        return StepOutput(
+            values["emitted"], values["num_emitted"], values["new_lengths"], values.get("block")
+        )

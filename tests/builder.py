@@ -6,13 +6,12 @@ from typing import Any
 
 import tiny
 import torch
-from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache
-
 from speccompile.compiler import checkpoint
 from speccompile.compiler.build import BuildOptions, build
 from speccompile.compiler.draft import Draft
 from speccompile.runtime import Engine
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
 
 
 @dataclass
@@ -30,17 +29,34 @@ class Pairs:
         self.root = root
         self.built: dict[str, Pair] = {}
 
-    def __call__(self, architecture: str = "llama", draft: dict | None = None, target: dict | None = None, **options: Any) -> Pair:
-        key = repr((architecture, sorted((draft or {}).items()), sorted((target or {}).items()), sorted(options.items())))
+    def __call__(
+        self,
+        architecture: str = "llama",
+        draft: dict | None = None,
+        target: dict | None = None,
+        **options: Any,
+    ) -> Pair:
+        key = repr(
+            (
+                architecture,
+                sorted((draft or {}).items()),
+                sorted((target or {}).items()),
+                sorted(options.items()),
+            )
+        )
         if key not in self.built:
-            self.built[key] = self._build(self.root / str(len(self.built)), architecture, draft or {}, target or {}, options)
+            self.built[key] = self._build(
+                self.root / str(len(self.built)), architecture, draft or {}, target or {}, options
+            )
         return self.built[key]
 
     def _build(self, root: Path, architecture: str, draft: dict, target: dict, options: dict) -> Pair:
         target_path = tiny.save_target(root / "target", architecture, **target)
         draft_path = tiny.save_draft(root / "draft", target_path, **draft)
         dtype = options.get("dtype", "float32")
-        report = build(BuildOptions(str(target_path), str(draft_path), root / "engine", **{"max_seq_len": 64, **options}))
+        report = build(
+            BuildOptions(str(target_path), str(draft_path), root / "engine", **{"max_seq_len": 64, **options})
+        )
         config = checkpoint.target_config(target_path)
         model = checkpoint.load_target(target_path, config, dtype)
         module = checkpoint.load_draft(draft_path, checkpoint.draft_config(draft_path, config), dtype)

@@ -3,7 +3,6 @@
 import pytest
 import tiny
 from builder import eager_greedy
-
 from speccompile.export.errors import UserError
 
 PROMPTS = [[5, 7, 9], [1], [3, 60, 11, 4] * 5]
@@ -21,7 +20,10 @@ def test_greedy_output_is_the_targets_own(pairs, architecture, family):
 
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
 def test_every_attention_layer_takes_the_fused_form(pairs, architecture):
-    matches = {p["name"]: p["matches"] for p in pairs(architecture, draft={"family": "dflash"}).report["passes"]["rank0.onnx"]}
+    matches = {
+        p["name"]: p["matches"]
+        for p in pairs(architecture, draft={"family": "dflash"}).report["passes"]["rank0.onnx"]
+    }
     assert matches["lower_group_query_attention"] == tiny.SIZES["num_hidden_layers"] + 2
 
 
@@ -45,7 +47,9 @@ ROPES = {
 
 @pytest.mark.parametrize("rope", ROPES)
 def test_rotary_embeddings_of_every_kind(pairs, rope):
-    pair = pairs(target={"rope_parameters": {"rope_theta": 10000.0, **ROPES[rope]}}, draft={"family": "dflash"})
+    pair = pairs(
+        target={"rope_parameters": {"rope_theta": 10000.0, **ROPES[rope]}}, draft={"family": "dflash"}
+    )
     prompt = [3, 60, 11, 4] * 9
     assert pair.engine.generate([prompt], 24)[0].token_ids == eager_greedy(pair.target, prompt, 24)
 

@@ -11,7 +11,6 @@ import pytest
 import tiny
 import torch
 from safetensors.torch import load_file, save_file
-
 from speccompile.compiler.cli import main
 
 
@@ -94,7 +93,11 @@ def test_a_draft_for_another_target(capsys, monkeypatch, pair, tmp_path, key):
     other = {"hidden_size": 48, "vocab_size": 67, "num_hidden_layers": 6}[key]
     target = tiny.save_target(tmp_path / "other", **{key: other})
     text = build_refused(capsys, monkeypatch, (target, *pair[1:]))
-    assert key.replace("num_hidden", "num_target") in text and str(other) in text and str(tiny.SIZES[key]) in text
+    assert (
+        key.replace("num_hidden", "num_target") in text
+        and str(other) in text
+        and str(tiny.SIZES[key]) in text
+    )
 
 
 @pytest.mark.parametrize("layer", [-1, 3, 4, 99])
@@ -125,7 +128,9 @@ def test_a_missing_key_is_never_guessed(capsys, monkeypatch, pair, key, dialect)
 def test_a_key_with_two_values(capsys, monkeypatch, pair):
     config = tiny.zlab(pair[1]) | {"block_size": 16}
     (pair[1] / "config.json").write_text(json.dumps(config))
-    assert "dflash_config.block_size is 4 but the top level says 16" in build_refused(capsys, monkeypatch, pair)
+    assert "dflash_config.block_size is 4 but the top level says 16" in build_refused(
+        capsys, monkeypatch, pair
+    )
 
 
 def test_a_key_that_would_change_the_numbers_is_not_ignored(capsys, monkeypatch, pair):
@@ -208,7 +213,18 @@ def test_a_disk_that_fills_up_while_writing(capsys, monkeypatch, pair):
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
 def test_a_killed_build_leaves_no_engine_and_the_next_one_cleans_up(pair, signum):
     target, draft, out = pair
-    command = [sys.executable, "-m", "speccompile.compiler.cli", "build", "--target", target, "--draft", draft, "--out", out]
+    command = [
+        sys.executable,
+        "-m",
+        "speccompile.compiler.cli",
+        "build",
+        "--target",
+        target,
+        "--draft",
+        draft,
+        "--out",
+        out,
+    ]
     process = subprocess.Popen(list(map(str, command)), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     leftover = lambda: [p for p in out.parent.iterdir() if "building" in p.name]  # noqa: E731
     deadline = time.time() + 120
@@ -271,4 +287,6 @@ def test_run_options_that_contradict(capsys, monkeypatch, pair):
 
 
 def test_inspect_refuses_an_unknown_graph_format(capsys, monkeypatch, pair):
-    assert ".html, .txt or .onnx was expected" in refused(capsys, monkeypatch, "inspect", built(pair), "--graph", "graph.pdf")
+    assert ".html, .txt or .onnx was expected" in refused(
+        capsys, monkeypatch, "inspect", built(pair), "--graph", "graph.pdf"
+    )

@@ -10,7 +10,6 @@ import numpy as np
 import onnx
 import pytest
 import tiny
-import torch
 from builder import eager_greedy
 
 ROOT = Path(__file__).parent.parent
@@ -32,18 +31,44 @@ def test_help_teaches(command):
 def test_init_draft_build_run_verify_inspect(tmp_path):
     target = tiny.save_target(tmp_path / "target")
     for family in ("dflash", "causal-depth"):
-        said = speccompile("init-draft", "--target", target, "--out", tmp_path / family, "--family", family, "--block-width", 4).stdout
+        said = speccompile(
+            "init-draft",
+            "--target",
+            target,
+            "--out",
+            tmp_path / family,
+            "--family",
+            family,
+            "--block-width",
+            4,
+        ).stdout
         assert f"random {family} draft" in said and "mask token 60" in said
         engine = tmp_path / f"engine-{family}"
-        built = speccompile("build", "--target", target, "--draft", tmp_path / family, "--out", engine, "--max-seq-len", 64).stdout
-        for words in ("trace target", "lower_group_query_attention", "rank0.weights", "Cache per sequence", f"Draft: {family}"):
+        built = speccompile(
+            "build", "--target", target, "--draft", tmp_path / family, "--out", engine, "--max-seq-len", 64
+        ).stdout
+        for words in (
+            "trace target",
+            "lower_group_query_attention",
+            "rank0.weights",
+            "Cache per sequence",
+            f"Draft: {family}",
+        ):
             assert words in built
-        answer = json.loads(speccompile("run", engine, "--prompt-ids", "1,2,3", "--max-new-tokens", 9, "--json").stdout)
-        plain = json.loads(speccompile("run", engine, "--prompt-ids", "1,2,3", "--max-new-tokens", 9, "--json", "--no-speculation").stdout)
+        answer = json.loads(
+            speccompile("run", engine, "--prompt-ids", "1,2,3", "--max-new-tokens", 9, "--json").stdout
+        )
+        plain = json.loads(
+            speccompile(
+                "run", engine, "--prompt-ids", "1,2,3", "--max-new-tokens", 9, "--json", "--no-speculation"
+            ).stdout
+        )
         assert answer["token_ids"] == plain["token_ids"] and len(answer["token_ids"]) == 9
         assert set(answer["timings"]) == {"prefill_s", "decode_s", "tokens_per_s"}
         assert plain["acceptance_lengths"] == [1] * 8
-        streamed = speccompile("run", engine, "--prompt-ids", "1,2,3", "--max-new-tokens", 9, "--stream").stdout
+        streamed = speccompile(
+            "run", engine, "--prompt-ids", "1,2,3", "--max-new-tokens", 9, "--stream"
+        ).stdout
         assert streamed.strip().strip(",") == ",".join(map(str, answer["token_ids"]))
         verdict = json.loads(speccompile("verify", engine, "-n", 3, "--max-new-tokens", 12, "--json").stdout)
         assert verdict["identical"] and verdict["tokens"] == 36
@@ -61,7 +86,9 @@ def test_verify_finds_a_wrong_engine(pairs, tmp_path):
     other = tiny.save_target(tmp_path / "other", seed=7)
     path = pairs(draft={"family": "dflash"}).engine.directory.path
     done = speccompile("verify", path, "--target", other, "-n", 1, "--max-new-tokens", 8, code=1)
-    assert re.search(r"DIFFERENT: prompt 0, position \d+, against eager: the engine chose \d+ \(logit", done.stdout)
+    assert re.search(
+        r"DIFFERENT: prompt 0, position \d+, against eager: the engine chose \d+ \(logit", done.stdout
+    )
     verdict = json.loads(speccompile("verify", path, "--target", other, "-n", 1, "--json", code=1).stdout)
     assert not verdict["passed"] and verdict["differences"][0]["position"] >= 0
 
@@ -69,7 +96,9 @@ def test_verify_finds_a_wrong_engine(pairs, tmp_path):
 def test_verify_calls_a_near_tie_by_its_name(pairs, tmp_path):
     path = pairs(draft={"family": "dflash"}).engine.directory.path
     other = tiny.save_target(tmp_path / "other", seed=7)
-    done = speccompile("verify", path, "--target", other, "-n", 1, "--max-new-tokens", 8, "--tie-tolerance", "100")
+    done = speccompile(
+        "verify", path, "--target", other, "-n", 1, "--max-new-tokens", 8, "--tie-tolerance", "100"
+    )
     assert "near tie: prompt 0" in done.stdout and "DIFFERENT" not in done.stdout
 
 
@@ -77,7 +106,12 @@ def test_verify_reads_prompts_of_both_kinds(pairs, tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt_ids": [1, 2]}\n\n{"prompt_ids": [3]}\n')
     path = pairs(draft={"family": "dflash"}).engine.directory.path
-    assert json.loads(speccompile("verify", path, "--prompts", file, "--max-new-tokens", 4, "--json").stdout)["prompts"] == 2
+    assert (
+        json.loads(speccompile("verify", path, "--prompts", file, "--max-new-tokens", 4, "--json").stdout)[
+            "prompts"
+        ]
+        == 2
+    )
     file.write_text('{"prompt": 3}\n')
     assert "line 1, has neither" in speccompile("verify", path, "--prompts", file, code=2).stderr
 
@@ -102,13 +136,21 @@ def test_inspect_describes_the_contract(pairs, tmp_path):
     for name in ("graph.html", "graph.txt", "graph.onnx"):
         speccompile("inspect", path, "--graph", tmp_path / name, "--json")
     assert "GroupQueryAttention" in (tmp_path / "graph.html").read_text()
-    assert len((tmp_path / "graph.txt").read_text().splitlines()) == len(onnx.load(tmp_path / "graph.onnx", load_external_data=False).graph.node)
+    assert len((tmp_path / "graph.txt").read_text().splitlines()) == len(
+        onnx.load(tmp_path / "graph.onnx", load_external_data=False).graph.node
+    )
 
 
 def test_one_copy_of_embedding_and_head_in_the_file(pairs):
     """Embedding and head are 2 x 4096 x 32 floats here, far more than everything else together."""
     pair = pairs(target={"vocab_size": 4096}, draft={"family": "dflash"})
-    own = sum(p.numel() * 4 for p in (*pair.target.parameters(), *(q for n, q in pair.draft.named_parameters() if n not in ("embedding", "head"))))
+    own = sum(
+        p.numel() * 4
+        for p in (
+            *pair.target.parameters(),
+            *(q for n, q in pair.draft.named_parameters() if n not in ("embedding", "head")),
+        )
+    )
     assert pair.report["bytes"]["rank0.weights"] < own * 1.1
 
 
@@ -147,5 +189,10 @@ def test_rooms_import_only_what_they_may():
     }  # fmt: skip
     for room, allowed in may.items():
         for file in (ROOT / room).rglob("*.py"):
-            found = set(re.findall(r"speccompile\.(\w+)", "\n".join(re.findall(r"^\s*(?:from|import) .*", file.read_text(), re.M))))
+            found = set(
+                re.findall(
+                    r"speccompile\.(\w+)",
+                    "\n".join(re.findall(r"^\s*(?:from|import) .*", file.read_text(), re.M)),
+                )
+            )
             assert found <= allowed | {room}, file

@@ -5,7 +5,6 @@ import tiny
 from builder import eager_greedy
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from speccompile.export.errors import UserError
 
 MAX_SEQ_LEN = 64
@@ -78,7 +77,9 @@ def test_every_acceptance_count_occurs_and_is_right(pairs, family):
 
 def test_acceptance_lengths_account_for_every_token(pairs):
     result = pairs(target=SMALL).engine.generate([[1, 2, 3]], 25)[0]
-    assert 1 + sum(result.acceptance_lengths) == len(result.token_ids)  # the first token comes from the prefill
+    assert 1 + sum(result.acceptance_lengths) == len(
+        result.token_ids
+    )  # the first token comes from the prefill
 
 
 @pytest.mark.parametrize("offset", range(8))

@@ -2,9 +2,6 @@
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional as F
-
 from speccompile.compiler.stages import flat_copy
 from speccompile.passes.drop_noops import drop_noops
 from speccompile.passes.fuse_projections import fuse_projections
@@ -17,6 +14,8 @@ from speccompile.passes.share_parameters import share_parameters
 from speccompile.passes.tap_hidden_states import tap_hidden_states
 from speccompile.plugins.block_attention import block_attention
 from speccompile.plugins.kv_append import kv_append
+from torch import nn
+from torch.nn import functional as F
 
 aten = torch.ops.aten
 
@@ -132,7 +131,9 @@ def test_gather_stays_where_logits_are_used_whole():
             logits = self.lm_head(hidden)
             return logits.gather(1, rows[:, :, None].expand(-1, -1, 50)), logits.sum(-1)
 
-    assert gather_verified_rows(program(Both(None), (torch.randn(3, 9, 6), torch.tensor([[0], [1], [2]])))) == 0
+    assert (
+        gather_verified_rows(program(Both(None), (torch.randn(3, 9, 6), torch.tensor([[0], [1], [2]])))) == 0
+    )
 
 
 def test_share_parameters_keeps_one_copy_of_equal_tensors():
@@ -156,7 +157,11 @@ def test_share_parameters_keeps_one_copy_of_equal_tensors():
 class Projections(nn.Module):
     def __init__(self, bias):
         super().__init__()
-        self.q, self.k, self.v = nn.Linear(8, 16, bias=bias), nn.Linear(8, 4, bias=bias), nn.Linear(8, 4, bias=bias)
+        self.q, self.k, self.v = (
+            nn.Linear(8, 16, bias=bias),
+            nn.Linear(8, 4, bias=bias),
+            nn.Linear(8, 4, bias=bias),
+        )
         self.other = nn.Linear(8, 4, bias=bias)
 
     def forward(self, x, y):
@@ -230,7 +235,9 @@ class Attention(nn.Module):
         if self.context:
             key_cache, value_cache = kv_append(key_cache, ck, at), kv_append(value_cache, cv, at)
         key_cache, value_cache = kv_append(key_cache, k, new_at), kv_append(value_cache, v, new_at)
-        out = block_attention(q, key_cache, value_cache, new_at, causal=self.causal, scale=0.3, window=self.window)
+        out = block_attention(
+            q, key_cache, value_cache, new_at, causal=self.causal, scale=0.3, window=self.window
+        )
         return out, key_cache, value_cache
 
 
@@ -241,7 +248,9 @@ def attention_program(module):
         torch.tensor([0, 3, 9]), torch.tensor([2, 7, 9]), *torch.randn(2, 3, 2, 20, 8),
     )  # fmt: skip
     names = ["q", "k", "v", "ck", "cv", "at", "new_at", "key", "value"]
-    return program(module, example, names, ["out", "key.out", "value.out"], {"key.out": "key", "value.out": "value"}), example
+    return program(
+        module, example, names, ["out", "key.out", "value.out"], {"key.out": "key", "value.out": "value"}
+    ), example
 
 
 GQA = torch.ops.speccompile.group_query_attention.default
@@ -254,7 +263,9 @@ def test_causal_attention_takes_append_and_attention_in_one_node(window):
     assert lower_group_query_attention(p) == 1
     (node,) = calls(p, GQA)
     assert (node.kwargs["num_heads"], node.kwargs["kv_num_heads"], node.kwargs["window"]) == (4, 2, window)
-    assert len(calls(p, torch.ops.speccompile.kv_append.default)) == 2  # the context's; the block's are in the node
+    assert (
+        len(calls(p, torch.ops.speccompile.kv_append.default)) == 2
+    )  # the context's; the block's are in the node
     assert p.aliases == {"key.out": "key", "value.out": "value", "key.1": "key", "value.1": "value"}
     assert_same(p, before, example)
 

@@ -9,12 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import fx, nn
-
 from speccompile.export.onnx import to_onnx
 from speccompile.plugins.block_attention import block_attention
 from speccompile.plugins.group_query_attention import group_query_attention
 from speccompile.plugins.kv_append import kv_append
+from torch import fx, nn
 
 
 def attend_by_hand(q, key, value, q_at, causal, scale, window, softcap, sinks):
@@ -29,12 +28,16 @@ def attend_by_hand(q, key, value, q_at, causal, scale, window, softcap, sinks):
                 for k in range(key.shape[2]):
                     if k > (position if causal else q_at[b].item() + rows - 1):
                         continue
-                    if window is not None and (position - k >= window or (not causal and k - position >= window)):
+                    if window is not None and (
+                        position - k >= window or (not causal and k - position >= window)
+                    ):
                         continue
                     s = float(q[b, h, r] @ key[b, g, k]) * scale
                     scores.append(softcap * math.tanh(s / softcap) if softcap else s)
                     seen.append(k)
-                weights = torch.tensor([*scores, *([float(sinks[h])] if sinks is not None else [])]).softmax(0)
+                weights = torch.tensor([*scores, *([float(sinks[h])] if sinks is not None else [])]).softmax(
+                    0
+                )
                 out[b, h, r] = sum(w * value[b, g, k] for w, k in zip(weights, seen))
     return out
 
@@ -62,14 +65,20 @@ def attention_cases(draw):
 def test_block_attention_means_what_it_says(case):
     (q, key, value, at, sinks), options = case
     expected = attend_by_hand(q, key, value, at, sinks=sinks, **options)
-    torch.testing.assert_close(block_attention(q, key, value, at, sinks, **options), expected, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        block_attention(q, key, value, at, sinks, **options), expected, atol=2e-6, rtol=1e-5
+    )
 
 
 def test_kv_append_writes_each_sequence_at_its_own_place():
     cache, new = torch.zeros(2, 1, 6, 3), torch.arange(12.0).view(2, 1, 2, 3) + 1
     result = kv_append(cache, new, torch.tensor([0, 3]))
     assert torch.equal(result[0, 0, :2], new[0, 0]) and not result[0, 0, 2:].any()
-    assert torch.equal(result[1, 0, 3:5], new[1, 0]) and not result[1, 0, :3].any() and not result[1, 0, 5:].any()
+    assert (
+        torch.equal(result[1, 0, 3:5], new[1, 0])
+        and not result[1, 0, :3].any()
+        and not result[1, 0, 5:].any()
+    )
     assert not cache.any()
 
 
@@ -103,7 +112,9 @@ def test_portable_onnx_form_of_block_attention(case):
     tensors, options = [t for t in case[0] if t is not None], case[1]
     (got,), operations = run_onnx(lambda *t: (block_attention(*t, **options),), tensors)
     assert "Attention" in operations
-    torch.testing.assert_close(torch.from_numpy(got), block_attention(*tensors, **options), atol=3e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        torch.from_numpy(got), block_attention(*tensors, **options), atol=3e-6, rtol=1e-5
+    )
 
 
 def test_onnx_form_of_kv_append():
@@ -122,7 +133,16 @@ def test_onnx_form_of_group_query_attention(window, with_sinks):
     past = torch.randn(2, batch, kv_heads, 20, size)
     at = torch.tensor([0, 9, 16])
     last = (at + rows - 1).to(torch.int32)
-    tensors = [q, k, v, past[0], past[1], last, (last + 1).max(), torch.full((batch,), rows, dtype=torch.int32)]
+    tensors = [
+        q,
+        k,
+        v,
+        past[0],
+        past[1],
+        last,
+        (last + 1).max(),
+        torch.full((batch,), rows, dtype=torch.int32),
+    ]
     tensors += [torch.randn(heads)] if with_sinks else []
     options = dict(num_heads=heads, kv_num_heads=kv_heads, scale=0.3, window=window, softcap=None)
     expected = group_query_attention(*tensors, **options)

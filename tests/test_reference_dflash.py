@@ -10,12 +10,13 @@ import shutil
 import pytest
 import tiny
 import torch
-
 from speccompile.compiler.build import BuildOptions, build
 from speccompile.compiler.draft_config import read_draft_config
 from speccompile.runtime import Engine
 
-reference = pytest.importorskip("dflash.model", reason="`pip install --no-deps dflash==0.1.0` brings the reference")
+reference = pytest.importorskip(
+    "dflash.model", reason="`pip install --no-deps dflash==0.1.0` brings the reference"
+)
 
 SHAPES = {
     "gqa": (dict(), dict()),
@@ -58,7 +59,9 @@ def reference_run(model, target, prompt, steps, block):
 
     type(target).forward = recorded
     try:
-        result = reference.dflash_generate(model, target, torch.tensor([prompt]), steps, None, block_size=block, return_stats=False)
+        result = reference.dflash_generate(
+            model, target, torch.tensor([prompt]), steps, None, block_size=block, return_stats=False
+        )
     finally:
         type(target).forward = original
     for call in calls[1:]:
@@ -71,9 +74,13 @@ def reference_run(model, target, prompt, steps, block):
 def test_proposals_equal_the_reference(tmp_path, shape, width):
     target_options, draft_options = SHAPES[shape]
     steps = hits = 0
-    target_path = tiny.save_target(tmp_path / "target", "qwen3", head_dim=16, vocab_size=7, **{k: v for k, v in target_options.items()})
+    target_path = tiny.save_target(
+        tmp_path / "target", "qwen3", head_dim=16, vocab_size=7, **{k: v for k, v in target_options.items()}
+    )
     for seed in range(2 if width == 5 else 1):
-        ours = tiny.save_draft(tmp_path / f"draft{seed}", target_path, seed=seed, block_width=width, **draft_options)
+        ours = tiny.save_draft(
+            tmp_path / f"draft{seed}", target_path, seed=seed, block_width=width, **draft_options
+        )
         zlab_path = tmp_path / f"zlab{seed}"
         shutil.copytree(ours, zlab_path)
         (zlab_path / "config.json").write_text(json.dumps(tiny.zlab(ours)))
@@ -97,6 +104,8 @@ def test_proposals_equal_the_reference(tmp_path, shape, width):
 
 def test_our_dialect_and_zlabs_resolve_to_the_same_draft(tmp_path):
     target = tiny.save_target(tmp_path / "target")
-    ours = tiny.save_draft(tmp_path / "draft", target, windows=(9, None), causal=(True, True), output_multiplier=2.0)
+    ours = tiny.save_draft(
+        tmp_path / "draft", target, windows=(9, None), causal=(True, True), output_multiplier=2.0
+    )
     raw = json.loads((ours / "config.json").read_text())
     assert read_draft_config(raw, ours) == read_draft_config(tiny.zlab(ours), ours)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from speccompile.compiler.build import BuildOptions, build
 from speccompile.compiler.verify import load_original_target, verify
 from speccompile.runtime import Engine
@@ -14,7 +13,7 @@ from speccompile.runtime.tokenizer import chat_ids, load_tokenizer
 
 TINY = Path(__file__).parent.parent / "samples" / "tiny"
 PROMPTS = (  # written for this test: in the manner of the text the pair was trained on, but not from it
-    "The \"while\" statement is used for repeated execution as long as",
+    'The "while" statement is used for repeated execution as long as',
     "A class definition is an executable statement that",
     "When a generator function is called, it returns",
     "The following methods can be defined to customize",
@@ -77,7 +76,10 @@ def test_a_real_model(tmp_path, smollm2, family):
     assert report["bytes"]["rank0.weights"] < own * 1.05
     engine = Engine.load(tmp_path / "engine")
     tokenizer = load_tokenizer(engine.directory)
-    prompts = [chat_ids(tokenizer, [{"role": "user", "content": "What is the capital of France?"}]), tokenizer.encode("def add(a, b):")]
+    prompts = [
+        chat_ids(tokenizer, [{"role": "user", "content": "What is the capital of France?"}]),
+        tokenizer.encode("def add(a, b):"),
+    ]
     outcome = verify(engine, load_original_target(engine), prompts, 32)
     assert outcome.tokens > 32 and not outcome.failures
     answer = engine.generate(prompts[:1], 32, engine.directory.settings["stop_token_ids"])[0]

@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-
 from speccompile.compiler import checkpoint
 from speccompile.compiler.init_draft import random_draft
+from transformers import AutoConfig, AutoModelForCausalLM
 
 SIZES = dict(
     vocab_size=61,
@@ -32,8 +31,19 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"head_dim": 16, "sliding_window": 12, "query_pre_attn_scalar": 16},
     "phi3": {},
     "olmo2": {},
-    "granite": {"logits_scaling": 3.0, "residual_multiplier": 0.5, "embedding_multiplier": 2.0, "attention_multiplier": 0.3},
-    "qwen3_moe": {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
+    "granite": {
+        "logits_scaling": 3.0,
+        "residual_multiplier": 0.5,
+        "embedding_multiplier": 2.0,
+        "attention_multiplier": 0.3,
+    },
+    "qwen3_moe": {
+        "head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+    },
     "gpt2": {},
     "cohere2": {"head_dim": 8, "sliding_window": 12},
     "starcoder2": {},
@@ -62,12 +72,14 @@ def save_draft(path: Path, target: Path, seed: int = 1, std: float = 0.2, **opti
     from speccompile.compiler.draft_config import DraftConfig
 
     fields = {f.name for f in dataclasses.fields(DraftConfig)}
-    overrides = {k: options.pop(k) for k in list(options) if k in fields and k not in ("block_width", "mask_token_id")}
+    overrides = {
+        k: options.pop(k) for k in list(options) if k in fields and k not in ("block_width", "mask_token_id")
+    }
     arguments = dict(family="dflash", layers=2, block_width=4, mask_token_id=None, seed=seed) | options
     config = random_draft(checkpoint.target_config(target), **arguments).config
     torch.manual_seed(seed)
     draft = Draft(dataclasses.replace(config, **overrides))
-    for name, parameter in draft.named_parameters():
+    for parameter in draft.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=std)
         else:
@@ -80,7 +92,14 @@ def save_draft(path: Path, target: Path, seed: int = 1, std: float = 0.2, **opti
 def zlab(path: Path) -> dict[str, Any]:
     """A saved draft's configuration in z-lab's dialect."""
     ours = json.loads((path / "config.json").read_text())
-    nested = ("mask_token_id", "target_layer_ids", "block_size", "output_multiplier", "final_logit_softcapping", "input_embedding_scale")
+    nested = (
+        "mask_token_id",
+        "target_layer_ids",
+        "block_size",
+        "output_multiplier",
+        "final_logit_softcapping",
+        "input_embedding_scale",
+    )
     dropped = ("architectures", "model_type", "causal", "windows", "depth_mixing")
     config = {k: v for k, v in ours.items() if k not in (*nested, *dropped)}
     sliding = [w is not None for w in ours["windows"]]

@@ -13,7 +13,9 @@ softmax denominator only (gpt-oss).
 import torch
 
 
-def visible_rows(q_at: torch.Tensor, rows: int, capacity: int, causal: bool, window: int | None) -> torch.Tensor:
+def visible_rows(
+    q_at: torch.Tensor, rows: int, capacity: int, causal: bool, window: int | None
+) -> torch.Tensor:
     """Bool mask [B, S, C]: which cache rows each block row may see."""
     position = q_at[:, None] + torch.arange(rows, device=q_at.device)
     key = torch.arange(capacity, device=q_at.device)

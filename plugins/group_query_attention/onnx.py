@@ -25,16 +25,40 @@ def register_schema() -> None:
         return
     schema = onnx.defs.OpSchema
     optional = schema.FormalParameterOption.Optional
-    inputs = [schema.FormalParameter(n, "T", param_option=optional if i > 2 else schema.FormalParameterOption.Single) for i, n in
-              enumerate(["query", "key", "value", "past_key", "past_value"])]
+    inputs = [
+        schema.FormalParameter(
+            n, "T", param_option=optional if i > 2 else schema.FormalParameterOption.Single
+        )
+        for i, n in enumerate(["query", "key", "value", "past_key", "past_value"])
+    ]
     inputs += [schema.FormalParameter("seqlens_k", "M"), schema.FormalParameter("total_sequence_length", "M")]
-    names = ["cos_cache", "sin_cache", "position_ids", "attention_bias", "head_sink", "k_scale", "v_scale", "q_norm_weight", "k_norm_weight"]
-    inputs += [schema.FormalParameter(n, "I" if n == "position_ids" else "T", param_option=optional) for n in names]
+    names = [
+        "cos_cache",
+        "sin_cache",
+        "position_ids",
+        "attention_bias",
+        "head_sink",
+        "k_scale",
+        "v_scale",
+        "q_norm_weight",
+        "k_norm_weight",
+    ]
+    inputs += [
+        schema.FormalParameter(n, "I" if n == "position_ids" else "T", param_option=optional) for n in names
+    ]
     inputs += [schema.FormalParameter("query_seqlens", "M", param_option=optional)]
     outputs = [schema.FormalParameter(n, "T") for n in ("output", "present_key", "present_value")]
     integer, real = schema.AttrType.INT, schema.AttrType.FLOAT
-    attributes = [schema.Attribute(n, t, required=False) for n, t in (
-        ("num_heads", integer), ("kv_num_heads", integer), ("scale", real), ("local_window_size", integer), ("softcap", real))]
+    attributes = [
+        schema.Attribute(n, t, required=False)
+        for n, t in (
+            ("num_heads", integer),
+            ("kv_num_heads", integer),
+            ("scale", real),
+            ("local_window_size", integer),
+            ("softcap", real),
+        )
+    ]
     onnx.defs.register_schema(schema(
         "GroupQueryAttention", "com.microsoft", 1, inputs=inputs, outputs=outputs, attributes=attributes,
         type_constraints=[("T", ["tensor(float)", "tensor(float16)"], ""), ("M", ["tensor(int32)"], ""), ("I", ["tensor(int64)"], "")],

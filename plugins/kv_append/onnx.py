@@ -5,6 +5,5 @@ from onnxscript.values import Opset
 op = Opset("", 24)
 
 
-
 def translate(cache, new, at):
     return op.TensorScatter(cache, new, at, axis=2)

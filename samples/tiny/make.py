@@ -13,22 +13,24 @@ import math
 import tempfile
 import time
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import torch
-from pydoc_data.topics import topics
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
 from speccompile.compiler.build import BuildOptions, build
 from speccompile.compiler.checkpoint import save_draft
 from speccompile.compiler.draft import Draft
 from speccompile.compiler.draft_config import DraftConfig
 from speccompile.runtime import Engine
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 VOCABULARY, CONTEXT, WIDTH = 1024, 256, 8
-PROMPT, ANSWER = 32, 96  # tokens of a draft's training sequence: a prompt from the text, then the target's own
+PROMPT, ANSWER = (
+    32,
+    96,
+)  # tokens of a draft's training sequence: a prompt from the text, then the target's own
 SPECIAL = ["<|endoftext|>", "<|mask|>", "<|user|>", "<|assistant|>"]
 CHAT = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 
@@ -38,7 +40,9 @@ def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=SPECIAL[0], chat_template=CHAT)
 
@@ -89,7 +93,14 @@ def continuations(target: LlamaForCausalLM, stream: torch.Tensor, count: int) ->
         at = torch.randint(0, len(stream) - PROMPT, (min(128, count - done), 1)) + torch.arange(PROMPT)
         mask = torch.ones_like(at)
         rows.append(
-            target.generate(stream[at], attention_mask=mask, min_new_tokens=ANSWER, max_new_tokens=ANSWER, do_sample=False, pad_token_id=0)
+            target.generate(
+                stream[at],
+                attention_mask=mask,
+                min_new_tokens=ANSWER,
+                max_new_tokens=ANSWER,
+                do_sample=False,
+                pad_token_id=0,
+            )
         )
         print(f"continuations: {done + len(at)}/{count}", flush=True)
     return torch.cat(rows)
@@ -106,7 +117,9 @@ def draft_config(target: LlamaConfig, mask: int, family: str) -> DraftConfig:
     )  # fmt: skip
 
 
-def block_logits(draft: Draft, features: torch.Tensor, tokens: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
+def block_logits(
+    draft: Draft, features: torch.Tensor, tokens: torch.Tensor, anchors: torch.Tensor
+) -> torch.Tensor:
     """features [N, S, taps*H], tokens [N, S], anchors [N, A] positions -> logits [N*A, K-1, V] of the blocks' proposals.
 
     A block at anchor n sees the features of positions < n and its own rows.
@@ -121,7 +134,10 @@ def block_logits(draft: Draft, features: torch.Tensor, tokens: torch.Tensor, anc
         own = torch.ones(rows, rows, dtype=torch.bool)
         own = own.tril() if draft.config.causal[layer] else own
         mask = torch.cat([before.expand(-1, 1, rows, -1), own.expand(len(q), 1, -1, -1)], dim=-1)
-        keys, values = (torch.cat([c.repeat_interleave(blocks, 0), own_rows], 2) for c, own_rows in zip(context[layer], (k, v)))
+        keys, values = (
+            torch.cat([c.repeat_interleave(blocks, 0), own_rows], 2)
+            for c, own_rows in zip(context[layer], (k, v))
+        )
         return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=True)
 
     anchor = tokens.gather(1, anchors).flatten()
@@ -129,21 +145,27 @@ def block_logits(draft: Draft, features: torch.Tensor, tokens: torch.Tensor, anc
     return draft.logits(draft.block_hidden(anchor, positions, attend)[:, 1:])
 
 
-def train_draft(target: LlamaForCausalLM, sequences: torch.Tensor, family: str, mask: int, steps: int, seed: int) -> Draft:
+def train_draft(
+    target: LlamaForCausalLM, sequences: torch.Tensor, family: str, mask: int, steps: int, seed: int
+) -> Draft:
     torch.manual_seed(seed)
     draft = Draft(draft_config(target.config, mask, family))
     draft.lend(target.get_input_embeddings().weight, target.get_output_embeddings().weight)
     trained = [p for p in draft.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=2e-3, weight_decay=0.01, betas=(0.9, 0.95))
     rate, start = schedule(optimizer, steps), time.time()
-    weight = torch.exp(-torch.arange(WIDTH - 1) / 4.0)  # the first proposals count most: later ones need them accepted
+    weight = torch.exp(
+        -torch.arange(WIDTH - 1) / 4.0
+    )  # the first proposals count most: later ones need them accepted
     for step in range(steps):
         tokens = sequences[torch.randint(0, len(sequences), (32,))]
         with torch.no_grad():
             hidden = target.model(tokens, output_hidden_states=True).hidden_states
         features = torch.cat([hidden[i + 1] for i in draft.config.target_layer_ids], -1)
         anchors = torch.randint(PROMPT, tokens.shape[1] - WIDTH, (len(tokens), 10))
-        labels = tokens.gather(1, (anchors[:, :, None] + torch.arange(1, WIDTH)).flatten(1)).view(-1, WIDTH - 1)
+        labels = tokens.gather(1, (anchors[:, :, None] + torch.arange(1, WIDTH)).flatten(1)).view(
+            -1, WIDTH - 1
+        )
         logits = block_logits(draft, features, tokens, anchors)
         losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
         loss = (losses * weight).sum(1).mean() / weight.sum()
@@ -161,10 +183,21 @@ def save(draft: Draft, family: str, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     save_draft(draft, out)
     state = load_file(out / "model.safetensors")
-    save_file({k: v.to(torch.bfloat16) for k, v in state.items()}, out / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {k: v.to(torch.bfloat16) for k, v in state.items()},
+        out / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     if family == "dflash":
         c = json.loads((out / "config.json").read_text())
-        for ours in ("causal", "windows", "depth_mixing", "output_multiplier", "final_logit_softcapping", "input_embedding_scale"):
+        for ours in (
+            "causal",
+            "windows",
+            "depth_mixing",
+            "output_multiplier",
+            "final_logit_softcapping",
+            "input_embedding_scale",
+        ):
             del c[ours]
         nested = {key: c.pop(key) for key in ("mask_token_id", "target_layer_ids")}
         c |= {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "dflash_config": nested}
@@ -179,17 +212,25 @@ def measure(target: Path, draft: Path, prompts: list[list[int]]) -> dict:
         lengths = [n for p in prompts for n in engine.generate([p], ANSWER)[0].acceptance_lengths]
     return {
         "acceptance_length": round(sum(lengths) / len(lengths), 3),
-        "acceptance_by_position": [round(sum(n > r for n in lengths) / len(lengths), 3) for r in range(1, WIDTH)],
+        "acceptance_by_position": [
+            round(sum(n > r for n in lengths) / len(lengths), 3) for r in range(1, WIDTH)
+        ],
         "steps": len(lengths),
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="directory to write target/, dflash/, causal-depth/ into")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, help="directory to write target/, dflash/, causal-depth/ into"
+    )
     parser.add_argument("--target-steps", type=int, default=1200)
     parser.add_argument("--draft-steps", type=int, default=700)
-    parser.add_argument("--sequences", type=int, default=4096, help="greedy continuations the drafts learn from")
+    parser.add_argument(
+        "--sequences", type=int, default=4096, help="greedy continuations the drafts learn from"
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.manual_seed(options.seed)
@@ -203,7 +244,12 @@ def main() -> None:
     print(f"{len(kept)} topics, {len(stream)} tokens; {len(held_out)} topics held out")
     target = train_target(stream, eos, options.target_steps, options.out / "target")
     sequences = continuations(target, stream, options.sequences)
-    prompts = [ids[at : at + PROMPT] for text in held_out if len(ids := tokenizer.encode(text)) > 200 for at in (0, 100)][:24]
+    prompts = [
+        ids[at : at + PROMPT]
+        for text in held_out
+        if len(ids := tokenizer.encode(text)) > 200
+        for at in (0, 100)
+    ][:24]
     figures = {}
     for family in ("dflash", "causal-depth"):
         draft = train_draft(target, sequences, family, mask, options.draft_steps, options.seed)
@@ -211,7 +257,13 @@ def main() -> None:
         figures[family] = measure(options.out / "target", options.out / family, prompts)
         print(family, figures[family], flush=True)
     budget = {k: v for k, v in vars(options).items() if k != "out"}
-    record = {**budget, "block_width": WIDTH, "held_out_prompts": len(prompts), "new_tokens": ANSWER, **figures}
+    record = {
+        **budget,
+        "block_width": WIDTH,
+        "held_out_prompts": len(prompts),
+        "new_tokens": ANSWER,
+        **figures,
+    }
     (options.out / "training.json").write_text(json.dumps(record, indent=2) + "\n")
 
 
