@@ -14,8 +14,8 @@ import contextlib
 import hashlib
 import json
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,10 +64,11 @@ def atomic_directory(out: Path, replace: bool, marker: str = "manifest.json") ->
     check_destination(out, replace, marker)
     out.parent.mkdir(parents=True, exist_ok=True)
     _sweep(out)
-    building = Path(tempfile.mkdtemp(prefix=f".{out.name}{_BUILDING}{os.getpid()}-", dir=out.parent))
+    # Named before it is made, so that an interrupt at any moment finds what to remove.
+    building = out.parent / f".{out.name}{_BUILDING}{os.getpid()}-{secrets.token_hex(4)}"
     try:
+        building.mkdir()
         yield building
-        building.chmod(0o755)
         if out.exists():
             old = building.with_name(building.name + "-old")
             out.rename(old)
