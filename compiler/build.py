@@ -85,13 +85,7 @@ def build(options: BuildOptions, log: BuildLog | None = None) -> dict[str, Any]:
         with log.stage("trace draft"):
             inject, propose = tracing.trace_draft(draft, width, capacity, model.dtype)
         caches = _named_caches("target", shapes) | _named_caches(
-            "draft",
-            [
-                tracing.CacheShape(
-                    draft_config.num_key_value_heads, draft_config.head_dim, draft_config.head_dim
-                )
-            ]
-            * draft_config.num_hidden_layers,
+            "draft", tracing.draft_cache_shapes(draft_config)
         )
         dtype = model.dtype
         del model, draft

@@ -32,7 +32,9 @@ TrustRemoteCode = Annotated[
 
 def main() -> None:
     """Entry point. Exit codes: 0 done, 1 `verify` found a difference, 2 a user's mistake, 3 our own."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an interrupt would, so that a build cleans up
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(143)
+    )  # as an interrupt would, so that a build cleans up
     try:
         app()
     except UserError as error:

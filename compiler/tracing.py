@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from speccompile.compiler.draft import Draft
+from speccompile.compiler.draft_config import DraftConfig
 from speccompile.compiler.stages import Stage, callable_stages, flat_copy
 from speccompile.export.errors import UserError
 from speccompile.export.onnx import decompose, untranslatable
@@ -153,6 +154,12 @@ def cache_shapes(model: PreTrainedModel) -> list[CacheShape]:
     return shapes
 
 
+def draft_cache_shapes(config: DraftConfig) -> list[CacheShape]:
+    """What each layer of a draft caches."""
+    shape = CacheShape(config.num_key_value_heads, config.head_dim, config.head_dim)
+    return [shape] * config.num_hidden_layers
+
+
 class _Target(nn.Module):
     """A causal LM as the step calls it. Every hidden state is an output; `tap_hidden_states` keeps what a draft needs."""
 
@@ -289,9 +296,8 @@ def trace_target(
 def trace_draft(draft: Draft, width: int, capacity: int, dtype: torch.dtype) -> tuple[Stage, Stage]:
     """The draft's two stages, inject and propose, at block width `width`."""
     config = draft.config
-    shape = CacheShape(config.num_key_value_heads, config.head_dim, config.head_dim)
     caches = [
-        tensor for _ in range(config.num_hidden_layers) for tensor in shape.empty(BATCH, capacity, dtype)
+        tensor for shape in draft_cache_shapes(config) for tensor in shape.empty(BATCH, capacity, dtype)
     ]
     at = torch.zeros(BATCH, dtype=torch.long)
     features = torch.zeros(BATCH, ROWS, len(config.target_layer_ids) * config.hidden_size, dtype=dtype)

@@ -6,6 +6,7 @@ the two best logits are closer than the arithmetic can tell apart, the differenc
 comparison goes on from the engine's token.
 """
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from speccompile.compiler import checkpoint
+from speccompile.export.errors import UserError
 from speccompile.runtime import Engine, Generation
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
@@ -131,10 +133,6 @@ def _difference(
 
 def read_prompts(file: Path, encode: Callable[[str], list[int]]) -> list[list[int]]:
     """One prompt a line: text, or a JSON object with `prompt` (text) or `prompt_ids` (token ids)."""
-    import json
-
-    from speccompile.export.errors import UserError
-
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
