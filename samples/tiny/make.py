@@ -1,6 +1,6 @@
 """Makes the tiny pair: a target of four layers and two drafts for it, from text that ships with Python.
 
-    python samples/tiny/make.py --out samples/tiny        (about 15 minutes on two cores)
+    python samples/tiny/make.py --out samples/tiny        (about 6 minutes on two cores)
 
 The text is Python's own help (`pydoc_data.topics`); every twentieth topic is held out. The target is a Llama of a
 million parameters. Both drafts, DFlash and causal-depth, learn from the target's own greedy continuations, with
@@ -226,8 +226,8 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, required=True, help="directory to write target/, dflash/, causal-depth/ into"
     )
-    parser.add_argument("--target-steps", type=int, default=1200)
-    parser.add_argument("--draft-steps", type=int, default=700)
+    parser.add_argument("--target-steps", type=int, default=250)
+    parser.add_argument("--draft-steps", type=int, default=400)
     parser.add_argument(
         "--sequences", type=int, default=4096, help="greedy continuations the drafts learn from"
     )
