@@ -65,6 +65,8 @@ def weight_files(directory: Path) -> list[Path]:
             )
         raise UserError(f"{directory} holds no *.safetensors file.")
     for file in files:
+        if not file.exists():
+            raise UserError(f"{file} is missing, though {index.name} lists it; copy or download it again.")
         try:
             with safe_open(file, "pt"):
                 pass
@@ -194,6 +196,10 @@ def load_draft(directory: Path, config: DraftConfig, dtype: str) -> Draft:
                     raise UserError(
                         f"{file}: tensor {name} has shape {tuple(tensor.shape)}, but config.json asks for {tuple(expected[plain])}."
                     )
+                if not tensor.is_floating_point():
+                    raise UserError(
+                        f"{file}: tensor {name} holds {tensor.dtype}; floating-point weights were expected."
+                    )
                 state[plain] = tensor
     missing = sorted(set(expected) - set(state))
     if missing:
@@ -218,4 +224,5 @@ def save_draft(draft: Draft, out: Path) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0][:300]
+    """An error's text as one line: some of Transformers' say only on the second what is wrong."""
+    return " ".join(str(error).split())[:300]

@@ -136,8 +136,8 @@ class Draft(nn.Module):
         logits = F.linear(hidden, self.head)
         if self.config.output_multiplier != 1.0:
             logits = logits * self.config.output_multiplier
-        if self.config.final_logit_softcapping:
-            cap = self.config.final_logit_softcapping
+        cap = self.config.final_logit_softcapping
+        if cap is not None and cap > 0:
             logits = torch.tanh(logits / cap) * cap
         return logits
 

@@ -13,6 +13,7 @@ from typing import Any
 from speccompile.export.errors import UserError
 from transformers import Qwen3Config
 from transformers.activations import ACT2FN
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 OUR_ARCHITECTURE = "SpeccompileDraft"
 ZLAB_ARCHITECTURE = "DFlashDraftModel"
@@ -152,7 +153,7 @@ def _read_zlab(raw: dict[str, Any], source: Path) -> DraftConfig:
         resolved = Qwen3Config.from_dict(raw)
     except Exception as error:
         raise UserError(
-            f"{source} is not a valid Qwen3 draft configuration: {str(error).splitlines()[0]}"
+            f"{source} is not a valid Qwen3 draft configuration: {' '.join(str(error).split())[:300]}"
         ) from None
     return DraftConfig(
         **{key: raw[key] for key in _REQUIRED_ZLAB},
@@ -201,6 +202,16 @@ def _check(config: DraftConfig, source: Path) -> None:
             raise UserError(f"{source}: {name} is {value!r}; a whole number was expected.")
         if value < 1 and name != "mask_token_id":
             raise UserError(f"{source}: {name} is {value}; at least 1 was expected.")
+    for name in ("rms_norm_eps", "output_multiplier", "input_embedding_scale", "final_logit_softcapping"):
+        value = getattr(config, name)
+        if value is None and name == "final_logit_softcapping":
+            continue
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise UserError(f"{source}: {name} is {value!r}; a number was expected.")
+    if config.rms_norm_eps <= 0:
+        raise UserError(f"{source}: rms_norm_eps is {config.rms_norm_eps}; a number above 0 was expected.")
+    if not isinstance(config.attention_bias, bool):
+        raise UserError(f"{source}: attention_bias is {config.attention_bias!r}; true or false was expected.")
     if config.num_attention_heads % config.num_key_value_heads:
         raise UserError(
             f"{source}: num_attention_heads {config.num_attention_heads} is not a multiple of num_key_value_heads {config.num_key_value_heads}."
@@ -226,9 +237,27 @@ def _check(config: DraftConfig, source: Path) -> None:
             raise UserError(
                 f"{source}: {name} has {len(getattr(config, name))} entries for {config.num_hidden_layers} layers; one per layer was expected."
             )
+    if not all(isinstance(causal, bool) for causal in config.causal):
+        raise UserError(
+            f"{source}: causal is {list(config.causal)}; true or false was expected for every layer."
+        )
+    for window in config.windows:
+        if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
+            raise UserError(f"{source}: windows has {window!r}; null or a whole number from 1 was expected.")
     if config.depth_mixing not in ("none", "shift"):
         raise UserError(f"{source}: depth_mixing is {config.depth_mixing!r}; 'none' or 'shift' was expected.")
     if config.hidden_act not in ACT2FN:
         raise UserError(
             f"{source}: hidden_act {config.hidden_act!r} is not an activation Transformers knows."
         )
+    if config.head_dim % 2:
+        raise UserError(
+            f"{source}: head_dim {config.head_dim} is odd; rotary embeddings turn pairs, so an even size was expected."
+        )
+    try:
+        Qwen3RotaryEmbedding(config.rotary())
+    except Exception as error:
+        raise UserError(
+            f"{source}: rope_parameters {config.rope_parameters!r} is not a rotary embedding Transformers knows "
+            f"({type(error).__name__}: {' '.join(str(error).split())[:200]})."
+        ) from None

@@ -156,6 +156,43 @@ def test_a_value_of_the_wrong_type(capsys, monkeypatch, pair, value):
     assert "block_size is" in build_refused(capsys, monkeypatch, pair)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("rms_norm_eps", "x", "rms_norm_eps is 'x'; a number was expected"),
+        ("rms_norm_eps", -1, "a number above 0 was expected"),
+        ("output_multiplier", [], "output_multiplier is []"),
+        ("attention_bias", "no", "attention_bias is 'no'"),
+        ("windows", [0, None], "windows has 0"),
+        ("windows", ["a", None], "windows has 'a'"),
+        ("causal", ["yes", "no"], "causal is ['yes', 'no']"),
+        ("head_dim", 7, "head_dim 7 is odd"),
+        ("hidden_act", 3, "hidden_act 3 is not an activation"),
+        ("num_hidden_layers", 50, "causal has 2 entries for 50 layers"),
+        ("rope_parameters", {"rope_type": "weird"}, "is not a rotary embedding"),
+        ("rope_parameters", {"rope_type": "yarn", "rope_theta": 1e4}, "factor"),
+        ("target_layer_ids", ["1"], "target_layer_ids has '1'"),
+        ("target_layer_ids", 7, "a list was expected"),
+    ],
+)
+def test_values_that_cannot_be(capsys, monkeypatch, pair, key, value, words):
+    edit(pair[1], **{key: value})
+    assert words in build_refused(capsys, monkeypatch, pair)
+
+
+def test_a_shard_that_is_not_there(capsys, monkeypatch, pair):
+    index = {"weight_map": {"norm.weight": "model-00001-of-00002.safetensors"}}
+    (pair[1] / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "is missing, though model.safetensors.index.json lists it" in build_refused(
+        capsys, monkeypatch, pair
+    )
+
+
+def test_weights_that_are_not_floating_point(capsys, monkeypatch, pair):
+    edit_tensors(pair[1], lambda state: state.update({"norm.weight": torch.ones(32, dtype=torch.int64)}))
+    assert "norm.weight holds torch.int64" in build_refused(capsys, monkeypatch, pair)
+
+
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_missing_tensor(capsys, monkeypatch, pair, which):
     name = "model.norm.weight" if which == 0 else "norm.weight"
