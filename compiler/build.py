@@ -11,7 +11,9 @@ from typing import Any
 
 import onnx_ir as ir
 import torch
-from speccompile.compiler import checkpoint, tracing
+from transformers import PretrainedConfig
+
+from speccompile.compiler import checkpoint, referee, tracing
 from speccompile.compiler.draft_config import DraftConfig
 from speccompile.compiler.stages import Stage, flat_copy, inline
 from speccompile.compiler.step import Step
@@ -24,7 +26,6 @@ from speccompile.export.weights import externalise
 from speccompile.passes import PassResult, run_passes
 from speccompile.passes.program import Program
 from speccompile.passes.tap_hidden_states import tap_hidden_states
-from transformers import PretrainedConfig
 
 DEFAULT_MAX_SEQ_LEN = 2048
 BACKENDS = ("onnxruntime",)
@@ -81,7 +82,11 @@ def build(options: BuildOptions, log: BuildLog | None = None) -> dict[str, Any]:
         capacity = max_seq_len + 2 * width  # a block past the last token, and the draft's block past that
         with log.stage("trace target"):
             shapes = tracing.cache_shapes(model)
+            parts = referee.chunks(model, max_seq_len)
+            expected = referee.eager_logits(model, parts)
             target = tracing.trace_target(model, shapes, capacity, max_seq_len)
+        with log.stage("check target"):
+            referee.check_target(target, config, shapes, parts, expected)
         with log.stage("trace draft"):
             inject, propose = tracing.trace_draft(draft, width, capacity, model.dtype)
         caches = _named_caches("target", shapes) | _named_caches(

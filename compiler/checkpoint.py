@@ -6,10 +6,6 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from speccompile.compiler.draft import Draft
-from speccompile.compiler.draft_config import DraftConfig, read_draft_config
-from speccompile.export.directory import read_json
-from speccompile.export.errors import UserError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -18,6 +14,11 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.utils import logging as transformers_logging
+
+from speccompile.compiler.draft import Draft
+from speccompile.compiler.draft_config import DraftConfig, read_draft_config
+from speccompile.export.directory import read_json
+from speccompile.export.errors import UserError
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")

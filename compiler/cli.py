@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
+
 from speccompile.export.errors import UserError
 
 app = typer.Typer(
@@ -93,6 +94,7 @@ def build(
     Example: speccompile build --target samples/tiny/target --draft samples/tiny/causal-depth --out engines/tiny
     """
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
     from speccompile.compiler.build import BuildLog, BuildOptions
     from speccompile.compiler.build import build as run_build
 
@@ -255,6 +257,7 @@ def verify(
     decoding. A difference where two logits are equal to within rounding is reported as a near tie, with both logits.
     """
     from rich.progress import Progress
+
     from speccompile.compiler.run import builtin_prompts
     from speccompile.compiler.verify import load_original_target, read_prompts
     from speccompile.compiler.verify import verify as run_verify

@@ -16,10 +16,11 @@ Shapes: B sequences, S context rows, K block rows, H hidden size, D head size.
 from collections.abc import Callable
 
 import torch
-from speccompile.compiler.draft_config import DraftConfig
 from torch import nn
 from torch.nn import functional as F
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
+
+from speccompile.compiler.draft_config import DraftConfig
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(layer, q [B, Hq, K, D], k [B, Hkv, K, D], v [B, Hkv, K, D]) -> [B, Hq, K, D]: attention of the block rows over

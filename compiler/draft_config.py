@@ -10,10 +10,11 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from speccompile.export.errors import UserError
 from transformers import Qwen3Config
 from transformers.activations import ACT2FN
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+from speccompile.export.errors import UserError
 
 OUR_ARCHITECTURE = "SpeccompileDraft"
 ZLAB_ARCHITECTURE = "DFlashDraftModel"

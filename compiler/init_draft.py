@@ -1,10 +1,11 @@
 """A random-weight draft for any target, so that a pair can be built before one is trained."""
 
 import torch
+from transformers import PretrainedConfig
+
 from speccompile.compiler.draft import Draft
 from speccompile.compiler.draft_config import DraftConfig
 from speccompile.export.errors import UserError
-from transformers import PretrainedConfig
 
 FAMILIES = ("causal-depth", "dflash")
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx
+
 from speccompile.export import memory
 from speccompile.export.directory import PLAIN, STEP, EngineDirectory
 from speccompile.export.errors import UserError

@@ -4,6 +4,7 @@ import sys
 from typing import Any
 
 from rich.console import Console
+
 from speccompile.runtime import Engine, Generation
 from speccompile.runtime.tokenizer import chat_ids, load_tokenizer
 

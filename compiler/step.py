@@ -8,8 +8,9 @@ B sequences, S rows this step (K in decoding, a chunk in prefill), K block width
 """
 
 import torch
-from speccompile.compiler.stages import Stage
 from torch import nn
+
+from speccompile.compiler.stages import Stage
 
 
 def take_rows(values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
 from speccompile.compiler.verify import Verification
 from speccompile.export.memory import human
 

@@ -5,10 +5,16 @@ value rows to `kv_append` and its queries to `block_attention`; everything else 
 """
 
 import os
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import fx, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.integrations.moe import ExpertsInterface
+
 from speccompile.compiler.draft import Draft
 from speccompile.compiler.draft_config import DraftConfig
 from speccompile.compiler.stages import Stage, callable_stages, flat_copy
@@ -16,16 +22,17 @@ from speccompile.export.errors import UserError
 from speccompile.export.onnx import decompose, untranslatable
 from speccompile.plugins.block_attention import block_attention
 from speccompile.plugins.kv_append import kv_append
-from torch import fx, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache
-from transformers.integrations.moe import ExpertsInterface
 
 ATTENTION = "speccompile"
 BATCH, ROWS = 3, 5  # example sizes: distinct primes, so that no two axes are taken for one
 
 CachePair = tuple[torch.Tensor, torch.Tensor]
 """One layer's key and value cache, [B, Hkv, C, D] and [B, Hkv, C, Dv]."""
+
+
+_lengths: ContextVar[torch.Tensor] = ContextVar("lengths")
+"""`lengths` [B] of the step being traced; models do not all pass further arguments through to their attention."""
+_MASKS = ("attention_mask", "position_bias", "alibi", "head_mask", "block_mask")
 
 
 def attention(
@@ -41,11 +48,20 @@ def attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Transformers' attention interface: `key` and `value` are whole caches, as `StepCache.update` returned them."""
+    unknown = [
+        name
+        for name, value in {"attention_mask": attention_mask, **kwargs}.items()
+        if name in _MASKS and value is not None
+    ]
+    if unknown:
+        raise UserError(
+            f"The target gives its attention a {unknown[0]} of its own, which this version cannot trace; it is refused."
+        )
     out = block_attention(
         query,
         key,
         value,
-        kwargs["cache_lengths"],
+        _lengths.get(),
         s_aux,
         causal=True,
         scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
@@ -140,8 +156,14 @@ def cache_shapes(model: PreTrainedModel) -> list[CacheShape]:
 
     Raises UserError for a target whose layers keep anything but keys and values (recurrent or convolution states).
     """
-    cache = DynamicCache(config=model.config)
-    model(input_ids=torch.zeros(1, 2, dtype=torch.long), cache=cache, use_cache=True)
+    try:
+        cache = DynamicCache(config=model.config)
+        model(input_ids=torch.zeros(1, 2, dtype=torch.long), cache=cache, use_cache=True)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"The {model.config.model_type!r} target does not run in Transformers with a key/value cache ({type(error).__name__}: {reason})."
+        ) from None
     shapes = []
     for index, layer in enumerate(cache.layers):
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
@@ -170,6 +192,7 @@ class _Target(nn.Module):
 
     def forward(self, tokens: torch.Tensor, lengths: torch.Tensor, *caches: torch.Tensor):
         cache = StepCache(pairs(list(caches)), lengths)
+        _lengths.set(lengths)
         positions = lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
         output = self.model(
             input_ids=tokens,
@@ -178,7 +201,6 @@ class _Target(nn.Module):
             cache=cache,
             use_cache=True,
             output_hidden_states=True,
-            cache_lengths=lengths,
         )
         return output.logits, *output.hidden_states, *flatten(cache.caches)
 
@@ -258,6 +280,8 @@ def _trace(name: str, module: nn.Module, example: tuple, rows: bool, output_shap
     shapes = (first, {0: batch}, tuple({0: batch} for _ in example[2:]))
     try:
         program = torch.export.export(module.eval(), example, dynamic_shapes=shapes, strict=False)
+    except UserError:
+        raise
     except Exception as error:
         if os.environ.get("SPECCOMPILE_DEBUG") == "1":
             raise

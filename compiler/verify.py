@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
 from speccompile.compiler import checkpoint
 from speccompile.export.errors import UserError
 from speccompile.runtime import Engine, Generation
-from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache
 
 RELATIVE_TIE = {"float32": 1e-4, "float16": 1e-2}
 """Two logits nearer than this share of the largest one are a tie: a few hundred rounding errors of the type."""

@@ -8,6 +8,7 @@ internal to PyTorch: the package pins PyTorch to one minor release, and a test c
 import functools
 import logging
 import operator
+import os
 from collections.abc import Mapping
 
 import onnx
@@ -16,14 +17,16 @@ import onnx_ir.passes.common as ir_passes
 import torch
 from onnxscript.optimizer import fold_constants
 from onnxscript.values import Opset
+from torch import fx
+from torch.onnx._internal.exporter import _core, _decomp, _errors, _ir_passes, _registration
+
+from speccompile.export.errors import UserError
 from speccompile.plugins.block_attention import block_attention
 from speccompile.plugins.block_attention import onnx as block_attention_onnx
 from speccompile.plugins.group_query_attention import group_query_attention
 from speccompile.plugins.group_query_attention import onnx as group_query_attention_onnx
 from speccompile.plugins.kv_append import kv_append
 from speccompile.plugins.kv_append import onnx as kv_append_onnx
-from torch import fx
-from torch.onnx._internal.exporter import _core, _decomp, _ir_passes, _registration
 
 OPSET = 24
 op = Opset("", 18)  # attributes that later versions of these operators add are of no use here
@@ -120,10 +123,23 @@ def to_onnx(
         if node.op == "get_attr":
             node.meta["val"] = operator.attrgetter(node.target)(graph_module).detach()
     model = ir.Model(ir.Graph([], [], nodes=[], name="step"), ir_version=10, producer_name="speccompile")
-    with torch.no_grad():
-        _core._translate_fx_graph(
-            graph, model, graph_like=model.graph, owned_graphs={}, lower="at_conversion", registry=_registry()
-        )
+    try:
+        with torch.no_grad():
+            _core._translate_fx_graph(
+                graph,
+                model,
+                graph_like=model.graph,
+                owned_graphs={},
+                lower="at_conversion",
+                registry=_registry(),
+            )
+    except _errors.ConversionError as error:
+        if os.environ.get("SPECCOMPILE_DEBUG") == "1":
+            raise
+        operation = str(error).split("target=")[-1].split("]")[0]
+        raise UserError(
+            f"The operation {operation} of the traced model has no ONNX form; SPECCOMPILE_DEBUG=1 shows where."
+        ) from None
     for value, name in zip(model.graph.inputs, inputs, strict=True):
         value.name = name
         value.shape = ir.Shape(dims[name])

@@ -5,6 +5,7 @@ after:  x
 """
 
 import torch
+
 from speccompile.passes.program import Program, is_call
 
 aten = torch.ops.aten

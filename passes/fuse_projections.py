@@ -5,6 +5,7 @@ after:  y = linear(x, [Wq; Wk; Wv], [bq; bk; bv]); y[..., :q], y[..., q:q+k], y[
 """
 
 import torch
+
 from speccompile.passes.program import Program, is_call
 
 aten = torch.ops.aten

@@ -7,6 +7,7 @@ after:  rms_norm(x, [H], w, eps)
 """
 
 import torch
+
 from speccompile.passes.program import Program, is_call
 
 aten = torch.ops.aten

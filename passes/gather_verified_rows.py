@@ -7,6 +7,7 @@ Any chain of operations that treat rows alone (the head, scaling, soft-capping, 
 """
 
 import torch
+
 from speccompile.passes.program import Program, is_call
 
 aten = torch.ops.aten

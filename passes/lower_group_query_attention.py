@@ -17,11 +17,12 @@ the cache's one buffer, so the intermediate ones become outputs too (`draft.0.ke
 import operator
 
 import torch
+from torch import fx
+
 from speccompile.passes.program import Program, is_call
 from speccompile.plugins.block_attention import block_attention
 from speccompile.plugins.group_query_attention import group_query_attention
 from speccompile.plugins.kv_append import kv_append
-from torch import fx
 
 aten = torch.ops.aten
 BLOCK_ATTENTION = block_attention._opoverload

@@ -5,6 +5,7 @@ after:  aten.mul(x, aten.to(n, float32))
 """
 
 import torch
+
 from speccompile.passes.program import Program, is_call
 
 aten = torch.ops.aten

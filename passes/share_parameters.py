@@ -5,6 +5,7 @@ after:  target.lm_head.weight
 """
 
 import torch
+
 from speccompile.passes.program import Program
 
 

@@ -8,6 +8,7 @@ Order is the draft's own, since its projection expects the taps in that order.
 """
 
 import torch
+
 from speccompile.passes.program import Program
 
 

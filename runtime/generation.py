@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+
 from speccompile.export.directory import EngineDirectory, open_engine
 from speccompile.export.errors import UserError
 from speccompile.runtime.session import OnnxSession

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnxruntime as ort
+
 from speccompile.export.directory import PLAIN, STEP, EngineDirectory
 from speccompile.export.errors import UserError
 

@@ -6,12 +6,13 @@ from typing import Any
 
 import tiny
 import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
 from speccompile.compiler import checkpoint
 from speccompile.compiler.build import BuildOptions, build
 from speccompile.compiler.draft import Draft
 from speccompile.runtime import Engine
-from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache
 
 
 @dataclass

@@ -3,6 +3,7 @@
 import pytest
 import tiny
 from builder import eager_greedy
+
 from speccompile.export.errors import UserError
 
 PROMPTS = [[5, 7, 9], [1], [3, 60, 11, 4] * 5]
@@ -66,3 +67,26 @@ def test_a_rotary_embedding_that_would_change_within_the_engine_is_refused(pairs
 def test_targets_with_recurrent_layers_are_refused(pairs, architecture, options):
     with pytest.raises(UserError, match="layer"):
         pairs(architecture, target=options, draft={"family": "dflash"})
+
+
+@pytest.mark.parametrize("architecture", ["falcon", "bloom", "mpt"])
+def test_targets_that_attend_with_code_of_their_own_are_refused(pairs, architecture):
+    with pytest.raises(UserError, match="attends with code of its own|a mask|of its own"):
+        pairs(architecture, draft={"family": "dflash"})
+
+
+def test_chunked_attention_is_refused(pairs):
+    with pytest.raises(UserError, match="chunked_attention"):
+        pairs("llama4_text", target={"head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 48})
+
+
+def test_a_trace_that_computes_something_else_is_refused(pairs, monkeypatch):
+    """The last line of defence: whatever went wrong in tracing, the logits tell."""
+    from speccompile.compiler import tracing
+
+    original = tracing.block_attention
+    monkeypatch.setattr(
+        tracing, "block_attention", lambda *a, scale, **k: original(*a, scale=scale * 1.1, **k)
+    )
+    with pytest.raises(UserError, match="disagrees with Transformers' eager mode"):
+        pairs(draft={"family": "dflash"}, max_seq_len=96)

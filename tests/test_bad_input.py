@@ -11,6 +11,7 @@ import pytest
 import tiny
 import torch
 from safetensors.torch import load_file, save_file
+
 from speccompile.compiler.cli import main
 
 

@@ -5,6 +5,7 @@ import tiny
 from builder import eager_greedy
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from speccompile.export.errors import UserError
 
 MAX_SEQ_LEN = 64

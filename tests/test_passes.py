@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
+
 from speccompile.compiler.stages import flat_copy
 from speccompile.passes.drop_noops import drop_noops
 from speccompile.passes.fuse_projections import fuse_projections
@@ -14,8 +17,6 @@ from speccompile.passes.share_parameters import share_parameters
 from speccompile.passes.tap_hidden_states import tap_hidden_states
 from speccompile.plugins.block_attention import block_attention
 from speccompile.plugins.kv_append import kv_append
-from torch import nn
-from torch.nn import functional as F
 
 aten = torch.ops.aten
 

@@ -9,11 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import fx, nn
+
 from speccompile.export.onnx import to_onnx
 from speccompile.plugins.block_attention import block_attention
 from speccompile.plugins.group_query_attention import group_query_attention
 from speccompile.plugins.kv_append import kv_append
-from torch import fx, nn
 
 
 def attend_by_hand(q, key, value, q_at, causal, scale, window, softcap, sinks):

@@ -10,6 +10,7 @@ import shutil
 import pytest
 import tiny
 import torch
+
 from speccompile.compiler.build import BuildOptions, build
 from speccompile.compiler.draft_config import read_draft_config
 from speccompile.runtime import Engine

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from speccompile.compiler.build import BuildOptions, build
 from speccompile.compiler.verify import load_original_target, verify
 from speccompile.runtime import Engine

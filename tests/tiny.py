@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
 from speccompile.compiler import checkpoint
 from speccompile.compiler.init_draft import random_draft
-from transformers import AutoConfig, AutoModelForCausalLM
 
 SIZES = dict(
     vocab_size=61,
@@ -47,6 +48,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "cohere2": {"head_dim": 8, "sliding_window": 12},
     "starcoder2": {},
+    "nemotron": {},
+    "gpt_oss": {"head_dim": 16, "num_local_experts": 4, "sliding_window": 12},
 }
 
 

@@ -13,6 +13,7 @@ present are bound to one buffer.
 """
 
 import torch
+
 from speccompile.plugins.block_attention import block_attention
 from speccompile.plugins.kv_append import kv_append
 

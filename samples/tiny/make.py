@@ -17,14 +17,15 @@ from pydoc_data.topics import topics
 
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
 from speccompile.compiler.build import BuildOptions, build
 from speccompile.compiler.checkpoint import save_draft
 from speccompile.compiler.draft import Draft
 from speccompile.compiler.draft_config import DraftConfig
 from speccompile.runtime import Engine
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 VOCABULARY, CONTEXT, WIDTH = 1024, 256, 8
 PROMPT, ANSWER = (
