@@ -61,24 +61,25 @@ def atomic_directory(out: Path, replace: bool, marker: str = "manifest.json") ->
     Raises UserError if `out` exists and `replace` is false, or is a directory without `marker`, which this package
     did not write.
     """
-    check_destination(out, replace, marker)
     out.parent.mkdir(parents=True, exist_ok=True)
     _sweep(out)
+    check_destination(out, replace, marker)
     # Named before it is made, so that an interrupt at any moment finds what to remove.
     building = out.parent / f".{out.name}{_BUILDING}{os.getpid()}-{secrets.token_hex(4)}"
+    old = building.with_name(building.name + "-old")
     try:
         building.mkdir()
         yield building
+        check_destination(out, replace, marker)  # again: another build may have ended meanwhile
         if out.exists():
-            old = building.with_name(building.name + "-old")
             out.rename(old)
-            building.rename(out)
-            shutil.rmtree(old)
-        else:
-            building.rename(out)
+        building.rename(out)
     except BaseException:
+        if old.exists() and not out.exists():
+            old.rename(out)
         shutil.rmtree(building, ignore_errors=True)
         raise
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def check_destination(out: Path, replace: bool, marker: str = "manifest.json") -> None:
@@ -93,10 +94,14 @@ def check_destination(out: Path, replace: bool, marker: str = "manifest.json") -
 
 
 def _sweep(out: Path) -> None:
-    """Remove what killed builds of the same directory left behind."""
+    """Remove what killed builds of the same directory left behind; put back an engine one was about to replace."""
     for left in out.parent.glob(f".{out.name}{_BUILDING}*"):
         owner = left.name.rsplit(_BUILDING, 1)[1].split("-")[0]
-        if owner.isdigit() and not Path(f"/proc/{owner}").exists():
+        if not owner.isdigit() or Path(f"/proc/{owner}").exists():
+            continue
+        if left.name.endswith("-old") and not out.exists():
+            left.rename(out)
+        else:
             shutil.rmtree(left, ignore_errors=True)
 
 

@@ -294,6 +294,31 @@ def test_force_replaces_an_engine_and_nothing_else(capsys, monkeypatch, pair):
     assert (pair[2] / "thesis.tex").exists()
 
 
+def test_an_engine_that_appears_meanwhile_is_not_overwritten(tmp_path):
+    from speccompile.export.directory import atomic_directory
+    from speccompile.export.errors import UserError
+
+    with pytest.raises(UserError, match="already exists"):
+        with atomic_directory(tmp_path / "engine", replace=False):
+            (tmp_path / "engine").mkdir()
+    assert [p.name for p in tmp_path.iterdir()] == ["engine"]
+
+
+def test_a_build_killed_while_replacing_gives_the_old_engine_back(tmp_path):
+    from speccompile.export.directory import atomic_directory
+
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    old = tmp_path / f".engine.building-{dead.pid}-0123-old"
+    old.mkdir()
+    (old / "manifest.json").write_text("{}")
+    with pytest.raises(KeyboardInterrupt):
+        with atomic_directory(tmp_path / "engine", replace=True):
+            raise KeyboardInterrupt
+    assert [p.name for p in tmp_path.iterdir()] == ["engine"]
+    assert (tmp_path / "engine" / "manifest.json").exists()
+
+
 def test_damaged_engines(capsys, monkeypatch, pair):
     engine = built(pair)
     run = ("run", engine, "--prompt-ids", "1,2,3")
