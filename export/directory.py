@@ -97,12 +97,22 @@ def _sweep(out: Path) -> None:
     """Remove what killed builds of the same directory left behind; put back an engine one was about to replace."""
     for left in out.parent.glob(f".{out.name}{_BUILDING}*"):
         owner = left.name.rsplit(_BUILDING, 1)[1].split("-")[0]
-        if not owner.isdigit() or Path(f"/proc/{owner}").exists():
+        if not owner.isdigit() or _alive(int(owner)):
             continue
         if left.name.endswith("-old") and not out.exists():
             left.rename(out)
         else:
             shutil.rmtree(left, ignore_errors=True)
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's
+        return True
+    return True
 
 
 def write_manifest(directory: Path, versions: dict[str, str]) -> None:
