@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from speccompile.export.directory import discard_unfinished
 from speccompile.export.errors import UserError
 
 app = typer.Typer(
@@ -33,16 +34,13 @@ TrustRemoteCode = Annotated[
 
 def main() -> None:
     """Entry point. Exit codes: 0 done, 1 `verify` found a difference, 2 a user's mistake, 3 our own."""
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(143)
-    )  # as an interrupt would, so that a build cleans up
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, _stop)
     try:
         app()
     except UserError as error:
         err.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
         sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
     except Exception as error:
         if os.environ.get("SPECCOMPILE_DEBUG") == "1":
             raise
@@ -53,6 +51,13 @@ def main() -> None:
             soft_wrap=True,
         )
         sys.exit(3)
+
+
+def _stop(signum: int, frame: object) -> None:
+    """End at once, leaving nothing half-written. An exception would not do: tracing has places that swallow one."""
+    discard_unfinished()
+    err.show_cursor()
+    os._exit(128 + signum)
 
 
 @app.command()

@@ -66,20 +66,39 @@ def atomic_directory(out: Path, replace: bool, marker: str = "manifest.json") ->
     check_destination(out, replace, marker)
     # Named before it is made, so that an interrupt at any moment finds what to remove.
     building = out.parent / f".{out.name}{_BUILDING}{os.getpid()}-{secrets.token_hex(4)}"
-    old = building.with_name(building.name + "-old")
+    _unfinished[building] = out
     try:
         building.mkdir()
         yield building
         check_destination(out, replace, marker)  # again: another build may have ended meanwhile
         if out.exists():
-            out.rename(old)
+            out.rename(_old(building))
         building.rename(out)
-    except BaseException:
-        if old.exists() and not out.exists():
-            old.rename(out)
-        shutil.rmtree(building, ignore_errors=True)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
+    finally:
+        _discard(building, out)
+        del _unfinished[building]
+
+
+_unfinished: dict[Path, Path] = {}
+"""Directories being written in this process, and where they are to go."""
+
+
+def discard_unfinished() -> None:
+    """Remove what is half-written, for a process about to end without unwinding."""
+    for building, out in _unfinished.items():
+        _discard(building, out)
+
+
+def _old(building: Path) -> Path:
+    """Where the engine being replaced waits until its successor is in place."""
+    return building.with_name(building.name + "-old")
+
+
+def _discard(building: Path, out: Path) -> None:
+    if _old(building).exists() and not out.exists():
+        _old(building).rename(out)
+    for left in (building, _old(building)):
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def check_destination(out: Path, replace: bool, marker: str = "manifest.json") -> None:
