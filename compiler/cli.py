@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def _stop(signum: int, frame: object) -> None:
-    """End at once, leaving nothing half-written. An exception would not do: tracing has places that swallow one."""
+    """End at once, leaving nothing half-written. An exception would not do: code underneath may swallow it."""
     discard_unfinished()
     err.show_cursor()
     os._exit(128 + signum)
