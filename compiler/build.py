@@ -4,7 +4,7 @@ import contextlib
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ import torch
 from transformers import PretrainedConfig
 
 from speccompile.compiler import checkpoint, referee, tracing
-from speccompile.compiler.draft_config import DraftConfig
+from speccompile.compiler.drafts.config import DraftConfig
+from speccompile.compiler.drafts.loading import load_draft, resolve_draft
 from speccompile.compiler.stages import Stage, flat_copy, inline
 from speccompile.compiler.step import Step
 from speccompile.export import directory as engine
@@ -38,6 +39,10 @@ class BuildOptions:
     out: Path
     block_width: int | None = None
     """None: the width the draft was trained at."""
+    confidence_threshold: float | None = None
+    """Cut a block at the first proposal that the draft holds less probable than this; None keeps all."""
+    head_candidates: int | None = None
+    """A serial head scores so many of a row's best tokens; None: as the draft says, 0: the whole vocabulary."""
     max_seq_len: int | None = None
     """None: what the target allows, at most 2048."""
     max_batch_size: int = 8
@@ -70,14 +75,14 @@ def build(options: BuildOptions, log: BuildLog | None = None) -> dict[str, Any]:
         _check_options(options)
         target_path, draft_path = checkpoint.resolve(options.target), checkpoint.resolve(options.draft)
         config = checkpoint.target_config(target_path, options.trust_remote_code)
-        draft_config = checkpoint.draft_config(draft_path, config)
+        draft_config = _draft_options(options, resolve_draft(draft_path, config))
         width, max_seq_len = _limits(options, config, draft_config)
         _check_space(options, checkpoint.weight_bytes(target_path) + checkpoint.weight_bytes(draft_path))
     with engine.atomic_directory(options.out, options.force) as building, torch.no_grad():
         with log.stage("load target"):
             model = checkpoint.load_target(target_path, config, options.dtype, options.trust_remote_code)
         with log.stage("load draft"):
-            draft = checkpoint.load_draft(draft_path, draft_config, options.dtype)
+            draft = load_draft(draft_path, draft_config, options.dtype)
             draft.lend(model.get_input_embeddings().weight, model.get_output_embeddings().weight)
         capacity = max_seq_len + 2 * width  # a block past the last token, and the draft's block past that
         with log.stage("trace target"):
@@ -96,10 +101,10 @@ def build(options: BuildOptions, log: BuildLog | None = None) -> dict[str, Any]:
         del model, draft
         with log.stage("fuse"):
             fused, taps = _fuse(
-                width, target, draft_config.target_layer_ids, (inject, propose), caches, capacity, dtype
+                width, target, (inject, propose), draft_config, options, caches, capacity, dtype
             )
             target_caches = {name: shape for name, shape in caches.items() if name.startswith("target.")}
-            plain, no_taps = _fuse(1, target, (), (), target_caches, capacity, dtype)
+            plain, no_taps = _fuse(1, target, (), None, options, target_caches, capacity, dtype)
             plain.merged = fused.merged
         models = {}
         for name, program, rows, tapped in (
@@ -135,6 +140,8 @@ def build(options: BuildOptions, log: BuildLog | None = None) -> dict[str, Any]:
             "draft": {
                 "path": str(draft_path.resolve()),
                 "family": draft_config.family,
+                "confidence_threshold": options.confidence_threshold,
+                "resolved": draft_config.describe(),
                 **asdict(draft_config),
             },
         }
@@ -160,13 +167,41 @@ def _check_options(options: BuildOptions) -> None:
         raise UserError(f"--max-batch-size {options.max_batch_size} is not a batch; give at least 1.")
 
 
+def _draft_options(options: BuildOptions, draft: DraftConfig) -> DraftConfig:
+    """The draft's configuration with what the build overrides. Raises UserError for what does not fit it."""
+    if options.confidence_threshold is not None:
+        if draft.confidence == "none":
+            raise UserError(
+                f"--confidence-threshold was given, but the {draft.family} draft has no confidence head to compare with it."
+            )
+        if not 0.0 < options.confidence_threshold < 1.0:
+            raise UserError(
+                f"--confidence-threshold {options.confidence_threshold} is no probability to cut at; give a number between 0 and 1."
+            )
+    if options.head_candidates is None:
+        return draft
+    if draft.head not in ("markov", "markov_gated", "markov_rnn", "gru"):
+        raise UserError(
+            f"--head-candidates was given, but the draft's head ({draft.head}) does not choose among a row's tokens one after the other, or says itself how many."
+        )
+    if not 0 <= options.head_candidates <= draft.head_rows:
+        raise UserError(
+            f"--head-candidates {options.head_candidates} is not from 0 (all) to the draft's vocabulary of {draft.head_rows} tokens."
+        )
+    return replace(draft, head_candidates=options.head_candidates or None)
+
+
 def _limits(options: BuildOptions, config: PretrainedConfig, draft: DraftConfig) -> tuple[int, int]:
-    width = options.block_width or draft.block_size
+    width = options.block_width or draft.block_width
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     max_seq_len = options.max_seq_len or min(longest or DEFAULT_MAX_SEQ_LEN, DEFAULT_MAX_SEQ_LEN)
     if longest and max_seq_len > longest:
         raise UserError(
             f"--max-seq-len {max_seq_len} is more than the {longest} positions the target was made for (max_position_embeddings)."
+        )
+    if draft.head == "jacobi" and width != draft.block_width:
+        raise UserError(
+            f"--block-width {width} does not fit the xpress draft: its head mixes exactly the {draft.block_width} rows it was trained with."
         )
     if max_seq_len < width:
         raise UserError(
@@ -198,8 +233,9 @@ def _named_caches(owner: str, shapes: list[tracing.CacheShape]) -> dict[str, tup
 def _fuse(
     width: int,
     target: Stage,
-    layer_ids: tuple[int, ...],
     draft: tuple[Stage, ...],
+    draft_config: DraftConfig | None,
+    options: BuildOptions,
     caches: dict[str, tuple[int, int]],
     capacity: int,
     dtype: torch.dtype,
@@ -216,31 +252,37 @@ def _fuse(
         ]
         for owner in names
     }
-    tapped, tap_result = _tapped(target, layer_ids, names["target"])
-    step = Step(width, tapped, *draft)
+    taps = draft_config.tapped_hidden_states if draft_config else ()
+    tapped, tap_result = _tapped(target, taps, names["target"])
+    chain = draft_config is not None and draft_config.backbone == "chain"
+    confident = draft_config is not None and draft_config.confidence != "none"
+    threshold = options.confidence_threshold if confident else None
+    step = Step(width, tapped, *draft, chain=chain, confident=confident, threshold=threshold)
     stages = [tapped, *draft]
-    graph_module = tracing.trace_step(step, stages, examples["target"], examples["draft"])
+    graph_module = tracing.trace_step(step, stages, examples["target"], examples["draft"], chain)
     inline(graph_module, stages)
-    small = ["emitted", "num_emitted", "new_lengths", *(["block"] if draft else [])]
+    small = ["emitted", "num_emitted", "new_lengths"]
+    small += ["block"] * bool(draft) + ["confidence"] * confident + ["num_proposed"] * (threshold is not None)
     inputs = ["tokens", "num_tokens", "num_known", "lengths", *names["target"], *names["draft"]]
+    inputs += ["next_tokens"] * chain
     aliases = {f"{name}.out": name for name in (*names["target"], *names["draft"])}
     return Program(graph_module, inputs, [*small, *aliases], aliases), tap_result
 
 
-def _tapped(target: Stage, layer_ids: tuple[int, ...], caches: list[str]) -> tuple[Stage, PassResult]:
-    """The target stage with `features` for these layers in place of all hidden states."""
+def _tapped(target: Stage, taps: tuple[int, ...], caches: list[str]) -> tuple[Stage, PassResult]:
+    """The target stage with `features` of these hidden states in place of all."""
     graph_module = flat_copy(target.graph_module)
     outputs = next(n for n in graph_module.graph.nodes if n.op == "output").args[0]
     hidden = [f"hidden.{i}" for i in range(len(outputs) - 1 - len(caches))]
     start = time.perf_counter()
     program = Program(graph_module, ["tokens", "lengths", *caches], ["logits", *hidden, *caches])
-    matches = tap_hidden_states(program, layer_ids)
+    matches = tap_hidden_states(program, taps)
     result = PassResult(tap_hidden_states.__name__, matches, time.perf_counter() - start)
 
     def output_shapes(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         logits, *states = target.output_shapes(inputs)
-        size = states[0].shape[-1] * len(layer_ids)
-        features = [states[0].new_empty(*states[0].shape[:-1], size)] if layer_ids else []
+        size = states[0].shape[-1] * len(taps)
+        features = [states[0].new_empty(*states[0].shape[:-1], size)] if taps else []
         return [logits, *features, *states[len(hidden) :]]
 
     return Stage(target.name, graph_module, output_shapes), result
@@ -251,6 +293,7 @@ def _dims(program: Program, caches: dict[str, tuple[int, int]], capacity: int, w
         "tokens": ["batch", "rows"],
         "emitted": ["batch", width],
         "block": ["batch", width],
+        "confidence": ["batch", width - 1],
     }
     for name in (*program.inputs, *program.outputs):
         cache = program.aliases.get(name, name)

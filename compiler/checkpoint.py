@@ -1,6 +1,5 @@
-"""Reads target and draft checkpoints: safetensors only, every tensor accounted for, nothing fetched unasked."""
+"""Reads target checkpoints: safetensors only, every tensor accounted for, nothing fetched unasked."""
 
-import json
 import re
 from pathlib import Path
 
@@ -15,8 +14,6 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from speccompile.compiler.draft import Draft
-from speccompile.compiler.draft_config import DraftConfig, read_draft_config
 from speccompile.export.directory import read_json
 from speccompile.export.errors import UserError
 
@@ -158,70 +155,6 @@ def stop_token_ids(directory: Path, config: PretrainedConfig) -> list[int]:
     ):
         ids |= set(found) if isinstance(found, list) else {found} - {None}
     return sorted(ids)
-
-
-def draft_config(directory: Path, target: PretrainedConfig) -> DraftConfig:
-    """The draft's configuration, checked against the target it is to serve."""
-    source = directory / "config.json"
-    config = read_draft_config(read_json(source), source)
-    text = target.get_text_config()
-    for what, found, wanted in (
-        ("hidden_size", config.hidden_size, text.hidden_size),
-        ("vocab_size", config.vocab_size, text.vocab_size),
-        ("num_target_layers", config.num_target_layers, text.num_hidden_layers),
-    ):
-        if found != wanted:
-            raise UserError(
-                f"{source}: the draft was made for a target with {what} {found}, but this target has {wanted}; pair it with its own target."
-            )
-    return config
-
-
-def load_draft(directory: Path, config: DraftConfig, dtype: str) -> Draft:
-    """The draft module with the checkpoint's weights. Raises UserError naming a missing, left-over or misshapen tensor."""
-    draft = Draft(config)
-    expected = {name: tensor.shape for name, tensor in draft.state_dict().items()}
-    state: dict[str, torch.Tensor] = {}
-    for file in weight_files(directory):
-        with safe_open(file, "pt") as tensors:
-            for name in tensors.keys():
-                plain = name.removeprefix("model.")
-                if plain.startswith("rotary_emb."):
-                    continue
-                if plain not in expected:
-                    raise UserError(
-                        f"{file} holds the tensor {name}, which a {config.family} draft does not use; this draft is of another kind."
-                    )
-                tensor = tensors.get_tensor(name)
-                if tensor.shape != expected[plain]:
-                    raise UserError(
-                        f"{file}: tensor {name} has shape {tuple(tensor.shape)}, but config.json asks for {tuple(expected[plain])}."
-                    )
-                if not tensor.is_floating_point():
-                    raise UserError(
-                        f"{file}: tensor {name} holds {tensor.dtype}; floating-point weights were expected."
-                    )
-                state[plain] = tensor
-    missing = sorted(set(expected) - set(state))
-    if missing:
-        raise UserError(
-            f"{directory} lacks the tensor {missing[0]}{f' and {len(missing) - 1} more' if missing[1:] else ''}, which its config.json asks for."
-        )
-    draft.load_state_dict(state)
-    for (
-        parameter
-    ) in draft.parameters():  # not the buffers: rotary frequencies stay float32, as Transformers keeps them
-        parameter.data = parameter.data.to(DTYPES[dtype])
-    return draft.eval().requires_grad_(False)
-
-
-def save_draft(draft: Draft, out: Path) -> None:
-    """Write config.json in our own dialect and model.safetensors (without the target's embedding and head)."""
-    from safetensors.torch import save_file
-
-    state = {k: v.contiguous() for k, v in draft.state_dict().items() if k not in ("embedding", "head")}
-    save_file(state, out / "model.safetensors", metadata={"format": "pt"})
-    (out / "config.json").write_text(json.dumps(draft.config.to_json(), indent=2) + "\n")
 
 
 def _first_line(error: Exception) -> str:

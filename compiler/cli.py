@@ -68,7 +68,9 @@ def build(
     draft: Annotated[
         str,
         typer.Option(
-            metavar="DIR|HUB-ID", help="Draft made for it: DFlash (z-lab's format) or causal-depth."
+            metavar="DIR|HUB-ID",
+            help="Draft made for it, as published: DFlash, DFlash 2, JetSpec, DSpark, Domino, xPress, EAGLE-3 or causal-depth "
+            "(`speccompile drafts` lists the formats).",
         ),
     ],
     out_dir: Annotated[Path, typer.Option("--out", metavar="DIR", help="Engine directory to write.")],
@@ -88,6 +90,20 @@ def build(
     max_batch_size: Annotated[int, typer.Option(help="Sequences decoded together.")] = 8,
     dtype: Annotated[str, typer.Option(help="Type of weights and caches: float32 or float16.")] = "float32",
     backend: Annotated[str, typer.Option(help="What runs the engine: onnxruntime (CPU).")] = "onnxruntime",
+    confidence_threshold: Annotated[
+        float | None,
+        typer.Option(
+            help="Verify proposals only up to the first the draft trusts less than this (DSpark). [default: all]",
+            show_default=False,
+        ),
+    ] = None,
+    head_candidates: Annotated[
+        int | None,
+        typer.Option(
+            help="Serial heads (DSpark, Domino) score this many of a row's best tokens; 0 scores all. [default: 0]",
+            show_default=False,
+        ),
+    ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Replace an engine that is already at --out.")
     ] = False,
@@ -107,13 +123,15 @@ def build(
         target,
         draft,
         out_dir,
-        block_width,
-        max_seq_len,
-        max_batch_size,
-        dtype,
-        backend,
-        force,
-        trust_remote_code,
+        block_width=block_width,
+        confidence_threshold=confidence_threshold,
+        head_candidates=head_candidates,
+        max_seq_len=max_seq_len,
+        max_batch_size=max_batch_size,
+        dtype=dtype,
+        backend=backend,
+        force=force,
+        trust_remote_code=trust_remote_code,
     )
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     with Progress(*columns, console=err, transient=True) as progress:
@@ -152,19 +170,73 @@ def init_draft(
     Its proposals are noise: the output stays the target's own, at the speed of plain decoding or below.
     """
     from speccompile.compiler import checkpoint
+    from speccompile.compiler.drafts.loading import save_draft
     from speccompile.compiler.init_draft import random_draft
     from speccompile.export.directory import atomic_directory
 
     config = checkpoint.target_config(checkpoint.resolve(target), trust_remote_code)
     draft = random_draft(config, family, layers, block_width, mask_token_id, seed)
     with atomic_directory(out_dir, force, marker="config.json") as building:
-        checkpoint.save_draft(draft, building)
+        save_draft(draft, building)
     c = draft.config
     out.print(
-        f"Wrote a random {c.family} draft to {out_dir}: {layers} layers, block width {c.block_size}, taps after target layers "
-        f"{list(c.target_layer_ids)}, mask token {c.mask_token_id}.",
+        f"Wrote a random {c.family} draft to {out_dir}: {layers} layers, block width {c.block_width}, taps of hidden_states "
+        f"{list(c.tapped_hidden_states)}, mask token {c.mask_token_id}.",
         soft_wrap=True,
     )
+
+
+@app.command()
+def drafts(as_json: AsJson = False) -> None:
+    """List the drafts that can be built: formats, what they hold, and how each is recognised."""
+    from speccompile.compiler.drafts.dialects import DIALECTS
+
+    rows = [{"format": d.name, "families": d.families, "recognised_by": d.recognised_by} for d in DIALECTS]
+    if as_json:
+        print(json.dumps(rows))
+        return
+    from speccompile.compiler.tables import print_drafts
+
+    print_drafts(out, rows)
+
+
+@app.command("convert-draft")
+def convert_draft(
+    draft: Annotated[
+        str, typer.Argument(metavar="DIR|HUB-ID", help="Draft checkpoint in any supported format.")
+    ],
+    out_dir: Annotated[Path, typer.Option("--out", metavar="DIR", help="Checkpoint directory to write.")],
+    target: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR|HUB-ID",
+            help="Its target: checked against it, and asked for by formats that do not state the target's depth.",
+            show_default=False,
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace what is already at --out.")] = False,
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a draft of any supported format in speccompile's own: every choice resolved, nothing left to a reader.
+
+    Example: speccompile convert-draft z-lab/Qwen3-8B-DFlash-b16 --target Qwen/Qwen3-8B --out drafts/qwen3-8b
+    """
+    from speccompile.compiler import checkpoint
+    from speccompile.compiler.drafts.loading import load_draft, resolve_draft, save_draft
+    from speccompile.compiler.tables import print_draft
+    from speccompile.export.directory import atomic_directory
+
+    source = checkpoint.resolve(draft)
+    served = checkpoint.target_config(checkpoint.resolve(target), trust_remote_code) if target else None
+    config = resolve_draft(source, served)
+    with atomic_directory(out_dir, force, marker="config.json") as building:
+        save_draft(load_draft(source, config, None), building)
+    if as_json:
+        print(json.dumps({"path": str(out_dir), "family": config.family, **config.to_json()}))
+        return
+    print_draft(out, config.describe())
+    out.print(f"Written to {out_dir}.", soft_wrap=True)
 
 
 @app.command()

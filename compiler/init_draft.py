@@ -3,8 +3,9 @@
 import torch
 from transformers import PretrainedConfig
 
-from speccompile.compiler.draft import Draft
-from speccompile.compiler.draft_config import DraftConfig
+from speccompile.compiler.drafts.config import DraftConfig
+from speccompile.compiler.drafts.loading import empty_draft
+from speccompile.compiler.drafts.parts import Draft
 from speccompile.export.errors import UserError
 
 FAMILIES = ("causal-depth", "dflash")
@@ -46,9 +47,9 @@ def random_draft(
         intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
         vocab_size=text.vocab_size,
         num_target_layers=text.num_hidden_layers,
-        target_layer_ids=default_layer_ids(text.num_hidden_layers, layers),
+        tapped_hidden_states=tuple(i + 1 for i in default_layer_ids(text.num_hidden_layers, layers)),
         mask_token_id=mask,
-        block_size=block_width,
+        block_width=block_width,
         causal=(causal,) * layers,
         windows=(None,) * layers,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
@@ -56,7 +57,7 @@ def random_draft(
         depth_mixing="shift" if causal else "none",
     )
     torch.manual_seed(seed)
-    draft = Draft(config)
+    draft = empty_draft(config)
     for parameter in draft.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.02)

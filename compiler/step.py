@@ -22,17 +22,29 @@ class Step(nn.Module):
     """Greedy verify-and-propose. Without draft stages and with width 1 it is plain decoding, one row a step.
 
     Inputs: `tokens` [B, S] left-aligned, `num_tokens` [B] how many are real, `num_known` [B] how many are given,
-    `lengths` [B] committed tokens already cached (all int64); the target's and the draft's caches, a flat list of
-    key, value, key, value, … [B, Hkv, C, D].
+    `lengths` [B] committed tokens already cached (all int64); for a chain draft `next_tokens` [B], the token after the
+    last known one where it is given too (a prompt chunk that is not the last), else -1; the target's and the draft's
+    caches, a flat list of key, value, key, value, … [B, Hkv, C, D].
 
     Outputs: `emitted` [B, K] and `num_emitted` [B], the target's choices after the last known row (accepted
     proposals, then the bonus token); `new_lengths` [B] = lengths + num_known + accepted; with a draft `block`
-    [B, K], the next anchor and its proposals; then all caches.
+    [B, K], the next anchor and its proposals; `confidence` [B, K-1] where the draft predicts it, and `num_proposed` [B]
+    if `threshold` cuts the block at the first proposal less confident; then all caches.
     """
 
-    def __init__(self, width: int, target: Stage, inject: Stage | None = None, propose: Stage | None = None):
+    def __init__(
+        self,
+        width: int,
+        target: Stage,
+        inject: Stage | None = None,
+        propose: Stage | None = None,
+        chain: bool = False,
+        confident: bool = False,
+        threshold: float | None = None,
+    ):
         super().__init__()
         self.width, self.target, self.inject, self.propose = width, target, inject, propose
+        self.chain, self.confident, self.threshold = chain, confident, threshold
 
     def forward(
         self,
@@ -42,6 +54,7 @@ class Step(nn.Module):
         lengths: torch.Tensor,
         target_caches: list[torch.Tensor],
         draft_caches: list[torch.Tensor],
+        next_tokens: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
         # Verify: one target pass over all rows; the choice after the last known row, and after each proposal.
         logits, *target_outputs = self.target(tokens, lengths, *target_caches)
@@ -63,10 +76,27 @@ class Step(nn.Module):
             return choices, accepted + 1, new_lengths, *target_caches
 
         # Inject: every row's tapped features become context in the draft's caches; rows past the accepted ones
-        # are overwritten by the block below or masked by length.
-        draft_caches = self.inject(*features, lengths, *draft_caches)
-
-        # Propose: one pass over [anchor, MASK, ...] at the positions after the committed tokens.
-        block_rows, *draft_caches = self.propose(anchor, new_lengths, *draft_caches)
-        block = torch.cat([anchor[:, None], block_rows], dim=1)
-        return choices, accepted + 1, new_lengths, block, *target_caches, *draft_caches
+        # are overwritten below or masked by length. A chain's rows are also given the token after each.
+        last = num_known - 1 + accepted  # [B] the last committed row
+        if self.chain:
+            given = torch.where(next_tokens < 0, anchor, next_tokens)
+            following = torch.cat([tokens[:, 1:], anchor[:, None]], dim=1)
+            is_last = torch.arange(tokens.shape[1], device=tokens.device) == last[:, None]
+            following = torch.where(is_last, given[:, None], following)
+            hidden, *draft_caches = self.inject(*features, following, last, lengths, *draft_caches)
+            proposed = self.propose(hidden, new_lengths, *draft_caches)
+        else:
+            draft_caches = self.inject(*features, lengths, *draft_caches)
+            # Propose: one pass over [anchor, MASK, ...] at the positions after the committed tokens.
+            before = tokens.gather(1, last.clamp(min=0)[:, None])[:, 0]
+            proposed = self.propose(anchor, before, new_lengths, *draft_caches)
+        proposals, *rest = proposed
+        small = [torch.cat([anchor[:, None], proposals], dim=1)]
+        if self.confident:
+            confidence, *rest = rest
+            small.append(confidence)
+            if self.threshold is not None:
+                small.append(
+                    ((confidence < self.threshold).to(torch.int64).cumsum(1) == 0).to(torch.int64).sum(1)
+                )
+        return choices, accepted + 1, new_lengths, *small, *target_caches, *rest

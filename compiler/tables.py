@@ -20,6 +20,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def print_build(console: Console, out: Path, report: dict[str, Any]) -> None:
+    _print_draft(console, report["draft"])
     table = _table("Stages", "stage", "seconds")
     for stage, seconds in report["stages"].items():
         table.add_row(stage, f"{seconds:.2f}")
@@ -32,7 +33,6 @@ def print_build(console: Console, out: Path, report: dict[str, Any]) -> None:
     console.print(sizes, "")
     caches = report["cache_bytes_per_sequence"]
     console.print(f"Cache per sequence: target {human(caches['target'])}, draft {human(caches['draft'])}.")
-    console.print(f"Draft: {_draft(report['draft'])}", soft_wrap=True)
     console.print(f"Engine written to {out}.", soft_wrap=True)
 
 
@@ -43,14 +43,32 @@ def _passes(passes: dict[str, list[dict[str, Any]]]) -> Table:
     return table
 
 
-def _draft(draft: dict[str, Any]) -> str:
-    attention = "causal" if all(draft["causal"]) else "bidirectional" if not any(draft["causal"]) else "mixed"
-    windows = sorted({w for w in draft["windows"] if w})
-    return (
-        f"{draft['family']}, {draft['num_hidden_layers']} layers, trained at block width {draft['block_size']}, taps after target layers "
-        f"{list(draft['target_layer_ids'])}, mask token {draft['mask_token_id']}, {attention} in the block, depth mixing "
-        f"{draft['depth_mixing']}, windows {windows or 'none'}, RoPE {draft['rope_parameters']}."
+def print_draft(console: Console, resolved: dict[str, str]) -> None:
+    table = _table("Draft, as resolved", "", "")
+    table.columns[1].justify = "left"
+    table.show_header = False
+    for label, text in resolved.items():
+        table.add_row(label, text)
+    console.print(table, "")
+
+
+def print_drafts(console: Console, rows: list[dict[str, str]]) -> None:
+    table = _table("Drafts", "format", "families", "recognised by")
+    for column in table.columns:
+        column.justify = "left"
+    for row in rows:
+        table.add_row(*row.values())
+    console.print(table)
+    console.print(
+        "`build` recognises the format by itself; `convert-draft` writes any of them as speccompile's own.",
+        soft_wrap=True,
     )
+
+
+def _print_draft(console: Console, draft: dict[str, Any]) -> None:
+    cut = draft.get("confidence_threshold")
+    more = {} if cut is None else {"cut at": f"the first proposal of confidence below {cut}"}
+    print_draft(console, draft["resolved"] | more)
 
 
 def print_verification(console: Console, outcome: Verification) -> None:
@@ -87,7 +105,8 @@ def print_description(console: Console, d: dict[str, Any]) -> None:
         soft_wrap=True,
     )
     console.print(f"Target: {d['target']['path']}", soft_wrap=True)
-    console.print(f"Draft: {d['draft']['path']}: {_draft(d['draft'])}\n", soft_wrap=True)
+    console.print(f"Draft: {d['draft']['path']}\n", soft_wrap=True)
+    _print_draft(console, d["draft"])
     contract = Table(
         title="Step contract",
         title_justify="left",

@@ -4,6 +4,7 @@ Transformers lets a caller supply the attention function and the cache. Ours han
 value rows to `kv_append` and its queries to `block_attention`; everything else is traced as it is written.
 """
 
+import inspect
 import os
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -15,8 +16,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.integrations.moe import ExpertsInterface
 
-from speccompile.compiler.draft import Draft
-from speccompile.compiler.draft_config import DraftConfig
+from speccompile.compiler.drafts.block import BlockDraft
+from speccompile.compiler.drafts.chain import ChainDraft
+from speccompile.compiler.drafts.config import DraftConfig
+from speccompile.compiler.drafts.parts import Draft
 from speccompile.compiler.stages import Stage, callable_stages, flat_copy
 from speccompile.export.errors import UserError
 from speccompile.export.onnx import decompose, untranslatable
@@ -205,43 +208,101 @@ class _Target(nn.Module):
         return output.logits, *output.hidden_states, *flatten(cache.caches)
 
 
+class _Cached:
+    """The draft's caches during one pass: `attend` appends a layer's new rows at `at` and attends over them."""
+
+    def __init__(self, config: DraftConfig, caches: tuple[torch.Tensor, ...], at: torch.Tensor):
+        self.config, self.caches, self.at = config, pairs(list(caches)), at
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        key, value = self.caches[layer]
+        self.caches[layer] = kv_append(key, k, self.at), kv_append(value, v, self.at)
+        return block_attention(
+            q,
+            *self.caches[layer],
+            self.at,
+            sinks,
+            causal=self.config.causal[layer],
+            scale=self.config.head_dim**-0.5,
+            window=self.config.windows[layer],
+        )
+
+
+def _positions(at: torch.Tensor, rows: int) -> torch.Tensor:
+    return at[:, None] + torch.arange(rows, device=at.device)
+
+
 class _Inject(nn.Module):
     """Tapped features [B, S, taps*H] at positions lengths + 0…S-1 -> the draft's caches with their context rows."""
 
-    def __init__(self, draft: Draft):
+    def __init__(self, draft: BlockDraft):
         super().__init__()
         self.draft = draft
 
     def forward(self, features: torch.Tensor, lengths: torch.Tensor, *caches: torch.Tensor):
-        positions = lengths[:, None] + torch.arange(features.shape[1], device=features.device)
-        context = flatten(self.draft.inject(features, positions))
+        context = flatten(self.draft.inject(features, _positions(lengths, features.shape[1])))
         return tuple(kv_append(cache, rows, lengths) for cache, rows in zip(caches, context, strict=True))
 
 
 class _Propose(nn.Module):
-    """Anchor tokens [B] at positions [B] -> proposals [B, K-1] and the draft's caches, block rows included."""
+    """Anchor tokens [B] at positions [B], the tokens before them [B] -> proposals [B, K-1], their confidences if the
+    draft predicts any, and the draft's caches, block rows included."""
 
-    def __init__(self, draft: Draft, width: int):
+    def __init__(self, draft: BlockDraft, width: int):
         super().__init__()
         self.draft = draft
         self.width = width
 
-    def forward(self, anchor: torch.Tensor, at: torch.Tensor, *caches: torch.Tensor):
-        config, caches = self.draft.config, pairs(list(caches))
+    def forward(self, anchor: torch.Tensor, before: torch.Tensor, at: torch.Tensor, *caches: torch.Tensor):
+        cached = _Cached(self.draft.config, caches, at)
+        positions = _positions(at, self.draft.config.rows(self.width))
+        proposals, confidence = self.draft.propose(anchor, before, positions, self.width, cached.attend)
+        return proposals, *([] if confidence is None else [confidence]), *flatten(cached.caches)
 
-        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            caches[layer] = kv_append(caches[layer][0], k, at), kv_append(caches[layer][1], v, at)
-            return block_attention(
-                q,
-                *caches[layer],
-                at,
-                causal=config.causal[layer],
-                scale=config.head_dim**-0.5,
-                window=config.windows[layer],
-            )
 
-        positions = at[:, None] + torch.arange(self.width, device=at.device)
-        return self.draft.propose(anchor, positions, attend), *flatten(caches)
+class _Extend(nn.Module):
+    """A chain's inject: features [B, S, taps*H], the token after each row [B, S], the last committed row [B] -> its
+    hidden state [B, H], and the caches with rows of every token."""
+
+    def __init__(self, draft: ChainDraft):
+        super().__init__()
+        self.draft = draft
+
+    def forward(
+        self,
+        features: torch.Tensor,
+        following: torch.Tensor,
+        last: torch.Tensor,
+        lengths: torch.Tensor,
+        *caches: torch.Tensor,
+    ):
+        cached = _Cached(self.draft.config, caches, lengths)
+        positions = _positions(lengths, features.shape[1])
+        hidden = self.draft.hidden(self.draft.project(features), following, positions, cached.attend)
+        row = last.clamp(min=0)[:, None, None].expand(-1, 1, hidden.shape[-1])
+        return hidden.gather(1, row)[:, 0], *flatten(cached.caches)
+
+
+class _Chain(nn.Module):
+    """The last committed row's hidden state [B, H], committed tokens [B] -> proposals [B, K-1] and the draft's caches."""
+
+    def __init__(self, draft: ChainDraft, width: int):
+        super().__init__()
+        self.draft = draft
+        self.width = width
+
+    def forward(self, hidden: torch.Tensor, lengths: torch.Tensor, *caches: torch.Tensor):
+        token, feature = self.draft.choose(hidden[:, None])
+        proposals = [token]
+        for row in range(self.width - 2):
+            cached = _Cached(self.draft.config, caches, lengths + row)
+            row_hidden = self.draft.hidden(feature, token[:, None], cached.at[:, None], cached.attend)
+            caches = flatten(cached.caches)
+            token, feature = self.draft.choose(row_hidden)
+            proposals.append(token)
+        return torch.stack(proposals, dim=1), *caches
 
 
 def freeze_rope(model: PreTrainedModel, max_positions: int) -> None:
@@ -273,11 +334,14 @@ def freeze_rope(model: PreTrainedModel, max_positions: int) -> None:
         )
 
 
-def _trace(name: str, module: nn.Module, example: tuple, rows: bool, output_shapes) -> Stage:
-    """Export with a dynamic batch and, if `rows`, a dynamic axis 1 of the first input."""
-    batch = torch.export.Dim.DYNAMIC
-    first = {0: batch, 1: torch.export.Dim.DYNAMIC} if rows else {0: batch}
-    shapes = (first, {0: batch}, tuple({0: batch} for _ in example[2:]))
+def _trace(name: str, module: nn.Module, example: tuple, rows: int, output_shapes) -> Stage:
+    """Export with a dynamic batch and a dynamic axis 1 of the first `rows` inputs."""
+    dynamic = torch.export.Dim.DYNAMIC
+    shapes = [
+        {0: dynamic, 1: dynamic} if position < rows else {0: dynamic} for position in range(len(example))
+    ]
+    names = list(inspect.signature(module.forward).parameters)[:-1]  # the last takes all caches
+    shapes = (*shapes[: len(names)], tuple(shapes[len(names) :]))
     try:
         program = torch.export.export(module.eval(), example, dynamic_shapes=shapes, strict=False)
     except UserError:
@@ -314,7 +378,7 @@ def trace_target(
         ]
         return [caches[0].new_empty(*leading, vocabulary), *hidden, *(torch.empty_like(c) for c in caches)]
 
-    return _trace("target", _Target(model, max_positions), example, True, output_shapes)
+    return _trace("target", _Target(model, max_positions), example, 1, output_shapes)
 
 
 def trace_draft(draft: Draft, width: int, capacity: int, dtype: torch.dtype) -> tuple[Stage, Stage]:
@@ -324,48 +388,59 @@ def trace_draft(draft: Draft, width: int, capacity: int, dtype: torch.dtype) -> 
         tensor for shape in draft_cache_shapes(config) for tensor in shape.empty(BATCH, capacity, dtype)
     ]
     at = torch.zeros(BATCH, dtype=torch.long)
-    features = torch.zeros(BATCH, ROWS, len(config.target_layer_ids) * config.hidden_size, dtype=dtype)
-    inject = _trace(
-        "inject",
-        _Inject(draft),
-        (features, at, *caches),
-        True,
-        lambda inputs: [torch.empty_like(c) for c in inputs[2:]],
-    )
-    propose = _trace(
-        "propose",
-        _Propose(draft, width),
-        (at, at.clone(), *caches),
-        False,
-        lambda inputs: [
-            inputs[0].new_empty(inputs[0].shape[0], width - 1),
-            *map(torch.empty_like, inputs[2:]),
-        ],
-    )
-    return inject, propose
+    features = torch.zeros(BATCH, ROWS, config.feature_size, dtype=dtype)
+    if isinstance(draft, ChainDraft):
+        inject_module, propose_module = _Extend(draft), _Chain(draft, width)
+        inject_example = (features, torch.zeros(BATCH, ROWS, dtype=torch.long), at, at.clone(), *caches)
+        propose_example = (torch.zeros(BATCH, config.hidden_size, dtype=dtype), at, *caches)
+    else:
+        inject_module, propose_module = _Inject(draft), _Propose(draft, width)
+        inject_example = (features, at, *caches)
+        propose_example = (at, at.clone(), at.clone(), *caches)
+    confident = config.confidence != "none"
+
+    def inject_shapes(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        caches = [torch.empty_like(c) for c in inputs[len(inject_example) - 2 * config.num_hidden_layers :]]
+        is_chain = config.backbone == "chain"
+        return [inputs[0].new_empty(inputs[0].shape[0], config.hidden_size), *caches] if is_chain else caches
+
+    def propose_shapes(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        at, *caches = inputs[len(propose_example) - 2 * config.num_hidden_layers - 1 :]
+        proposals = at.new_empty(at.shape[0], width - 1)
+        confidence = [caches[0].new_empty(at.shape[0], width - 1, dtype=torch.float32)] if confident else []
+        return [proposals, *confidence, *map(torch.empty_like, caches)]
+
+    rows = 2 if isinstance(draft, ChainDraft) else 1
+    inject = _trace("inject", inject_module, inject_example, rows, inject_shapes)
+    return inject, _trace("propose", propose_module, propose_example, 0, propose_shapes)
 
 
 def trace_step(
-    step: nn.Module, stages: list[Stage], target_caches: list[torch.Tensor], draft_caches: list[torch.Tensor]
+    step: nn.Module,
+    stages: list[Stage],
+    target_caches: list[torch.Tensor],
+    draft_caches: list[torch.Tensor],
+    chain: bool = False,
 ) -> fx.GraphModule:
     """Export the step's own few dozen operations, with every stage as one call."""
-    batch = {0: torch.export.Dim.DYNAMIC}
-    vector = torch.zeros(BATCH, dtype=torch.long)
+    dynamic = torch.export.Dim.DYNAMIC
+    batch = {0: dynamic}
+    vectors = [torch.zeros(BATCH, dtype=torch.long) for _ in range(4)]
     example = (
         torch.zeros(BATCH, ROWS, dtype=torch.long),
-        vector,
-        vector.clone(),
-        vector.clone(),
+        *vectors[:3],
         target_caches,
         draft_caches,
+        *([vectors[3]] if chain else []),
     )
     shapes = (
-        {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC},
+        {0: dynamic, 1: dynamic},
         batch,
         batch,
         batch,
         [batch] * len(target_caches),
         [batch] * len(draft_caches),
+        *([batch] if chain else []),
     )
     with callable_stages(*stages):
         program = torch.export.export(step, example, dynamic_shapes=shapes, strict=False)

@@ -3,7 +3,7 @@
 before: target -> logits, hidden.0 … hidden.L, caches
 after:  target -> logits, features [B, S, taps*H], caches      (no `features` where no layer is tapped)
 
-Layer id i names the output of decoder layer i, before the final norm: Transformers' `hidden_states[i + 1]`.
+Taps are indices into Transformers' `hidden_states`: 0 is the embedding's output, i that of decoder layer i - 1.
 Order is the draft's own, since its projection expects the taps in that order.
 """
 
@@ -12,10 +12,10 @@ import torch
 from speccompile.passes.program import Program
 
 
-def tap_hidden_states(program: Program, layer_ids: tuple[int, ...]) -> int:
+def tap_hidden_states(program: Program, indices: tuple[int, ...]) -> int:
     node = program.output_node
     by_name = dict(zip(program.outputs, node.args[0], strict=True))
-    taps = [by_name[f"hidden.{i + 1}"] for i in layer_ids]
+    taps = [by_name[f"hidden.{i}"] for i in indices]
     kept = {name: value for name, value in by_name.items() if not name.startswith("hidden.")}
     outputs = {"logits": kept.pop("logits")}
     if taps:

@@ -13,7 +13,7 @@ import numpy as np
 
 from speccompile.export.directory import EngineDirectory, open_engine
 from speccompile.export.errors import UserError
-from speccompile.runtime.session import OnnxSession
+from speccompile.runtime.session import OnnxSession, StepOutput
 
 PREFILL_CHUNK = 512
 
@@ -34,7 +34,9 @@ class Generation:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     proposals: list[list[int]] = field(default_factory=list)
-    """Every decode step's K-1 proposals, for `verify` and the tests."""
+    """Every decode step's proposals (K-1, fewer where the draft's confidence cut them), for `verify` and the tests."""
+    confidences: list[list[float]] = field(default_factory=list)
+    """Likewise the draft's confidences in all K-1 of them, where it predicts any."""
 
     @property
     def acceptance_length(self) -> float | None:
@@ -53,6 +55,7 @@ class _Sequence:
     fed: int = 0
     length: int = 0
     block: np.ndarray | None = None
+    confidence: list[float] | None = None
 
     @property
     def live(self) -> bool:
@@ -143,7 +146,7 @@ def _advance(
     num_tokens = np.array([len(feed) for feed, _ in feeds])
     num_known = np.array([known for _, known in feeds])
     lengths = np.array([sequence.length for sequence in sequences])
-    output = session.step(tokens, num_tokens, num_known, lengths)
+    output = session.step(tokens, num_tokens, num_known, lengths, _next_given(sequences, num_known))
     seconds = time.perf_counter() - start
     for index, sequence in enumerate(sequences):
         if not sequence.live:
@@ -158,14 +161,35 @@ def _advance(
         else:
             sequence.result.decode_s += seconds
             sequence.result.proposals.append(feeds[index][0][1:].tolist())
+            if sequence.confidence is not None:
+                sequence.result.confidences.append(sequence.confidence)
         emitted = output.emitted[index, : output.num_emitted[index]].tolist()
         used = _emit(sequence, emitted, stop, session.max_seq_len)
         if not was_prefilling:
             sequence.result.acceptance_lengths.append(len(used))
-        sequence.block = output.block[index] if output.block is not None else output.emitted[index, :1]
+        _take_block(sequence, output, index)
         if not sequence.live:
             sequence.length = 0  # its rows of the next steps are padding, written over its own dead cache
         on_tokens(index, used)
+
+
+def _next_given(sequences: list[_Sequence], num_known: np.ndarray) -> np.ndarray:
+    """[B] the prompt token after this step's chunk; -1 where the prompt ends with it, or has ended."""
+    ends = [s.fed + int(known) if s.live and s.prefilling else -1 for s, known in zip(sequences, num_known)]
+    return np.array(
+        [s.result.prompt[end] if 0 <= end < len(s.result.prompt) else -1 for s, end in zip(sequences, ends)]
+    )
+
+
+def _take_block(sequence: _Sequence, output: StepOutput, index: int) -> None:
+    """Keep what the sequence verifies next: anchor and proposals, as far as the draft's confidence reaches."""
+    if output.block is None:
+        sequence.block = output.emitted[index, :1]
+        return
+    rows = output.block.shape[1] if output.num_proposed is None else 1 + int(output.num_proposed[index])
+    sequence.block = output.block[index, :rows]
+    if output.confidence is not None:
+        sequence.confidence = output.confidence[index].tolist()
 
 
 def _next_tokens(sequence: _Sequence, limit: int) -> tuple[np.ndarray, int]:

@@ -15,12 +15,15 @@ from speccompile.export.errors import UserError
 
 @dataclass(frozen=True)
 class StepOutput:
-    """`emitted` [B, K], `num_emitted` [B], `new_lengths` [B], `block` [B, K] (None from a plain step); int64."""
+    """`emitted` [B, K], `num_emitted` [B], `new_lengths` [B], `block` [B, K] (None from a plain step); int64. Where the
+    draft predicts it, `confidence` [B, K-1] float32, and, where the engine cuts blocks by it, `num_proposed` [B]."""
 
     emitted: np.ndarray
     num_emitted: np.ndarray
     new_lengths: np.ndarray
-    block: np.ndarray | None
+    block: np.ndarray | None = None
+    confidence: np.ndarray | None = None
+    num_proposed: np.ndarray | None = None
 
 
 class OnnxSession:
@@ -54,11 +57,22 @@ class OnnxSession:
             self.binding.bind_ortvalue_input(cache, buffer)
         for output, cache in settings["aliases"][name].items():
             self.binding.bind_ortvalue_output(output, self.caches[cache])
-        shapes = {"emitted": (batch, self.width), "num_emitted": (batch,), "new_lengths": (batch,)}
-        if not plain:
-            shapes["block"] = (batch, self.width)
+        self.takes_next_tokens = "next_tokens" in present
+        shapes = {
+            "emitted": (batch, self.width),
+            "num_emitted": (batch,),
+            "new_lengths": (batch,),
+            "block": (batch, self.width),
+            "confidence": (batch, self.width - 1),
+            "num_proposed": (batch,),
+        }
+        returned = {value.name for value in self.session.get_outputs()}
         self.outputs = {
-            n: ort.OrtValue.ortvalue_from_numpy(np.zeros(shape, np.int64)) for n, shape in shapes.items()
+            n: ort.OrtValue.ortvalue_from_numpy(
+                np.zeros(shape, np.float32 if n == "confidence" else np.int64)
+            )
+            for n, shape in shapes.items()
+            if n in returned
         }
         for output, buffer in self.outputs.items():
             self.binding.bind_ortvalue_output(output, buffer)
@@ -69,20 +83,24 @@ class OnnxSession:
         return self.capacity - (0 if self.plain else self.width)
 
     def step(
-        self, tokens: np.ndarray, num_tokens: np.ndarray, num_known: np.ndarray, lengths: np.ndarray
+        self,
+        tokens: np.ndarray,
+        num_tokens: np.ndarray,
+        num_known: np.ndarray,
+        lengths: np.ndarray,
+        next_tokens: np.ndarray,
     ) -> StepOutput:
-        """Run one step. `tokens` [B, S], the rest [B], all int64; no sequence's `lengths + S` may pass `row_limit`."""
-        for name, value in (
-            ("tokens", tokens),
-            ("num_tokens", num_tokens),
-            ("num_known", num_known),
-            ("lengths", lengths),
-        ):
+        """Run one step. `tokens` [B, S], the rest [B], all int64; no sequence's `lengths + S` may pass `row_limit`.
+
+        `next_tokens` holds the token after the known ones where it is given too, else -1; only chain drafts ask for it.
+        """
+        inputs = {"tokens": tokens, "num_tokens": num_tokens, "num_known": num_known, "lengths": lengths}
+        if self.takes_next_tokens:
+            inputs["next_tokens"] = next_tokens
+        for name, value in inputs.items():
             self.binding.bind_cpu_input(name, np.ascontiguousarray(value, dtype=np.int64))
         self.session.run_with_iobinding(self.binding)
         values = {
             name: buffer.numpy().copy() for name, buffer in self.outputs.items()
         }  # the next step writes there
-        return StepOutput(
-            values["emitted"], values["num_emitted"], values["new_lengths"], values.get("block")
-        )
+        return StepOutput(**values)

@@ -11,7 +11,8 @@ from transformers.cache_utils import DynamicCache
 
 from speccompile.compiler import checkpoint
 from speccompile.compiler.build import BuildOptions, build
-from speccompile.compiler.draft import Draft
+from speccompile.compiler.drafts.loading import load_draft, resolve_draft
+from speccompile.compiler.drafts.parts import Draft
 from speccompile.runtime import Engine
 
 
@@ -60,7 +61,7 @@ class Pairs:
         )
         config = checkpoint.target_config(target_path)
         model = checkpoint.load_target(target_path, config, dtype)
-        module = checkpoint.load_draft(draft_path, checkpoint.draft_config(draft_path, config), dtype)
+        module = load_draft(draft_path, resolve_draft(draft_path, config), dtype)
         module.lend(model.get_input_embeddings().weight, model.get_output_embeddings().weight)
         return Pair(target_path, draft_path, Engine.load(root / "engine", threads=1), report, model, module)
 

@@ -29,7 +29,7 @@ def propose_by_hand(w, config, features, anchor, embedding, head):
     n, size, kv_heads = len(features), config.head_dim, config.num_key_value_heads
     group = config.num_attention_heads // kv_heads
     context = [norm(w["fc.weight"] @ f, w["hidden_norm.weight"]) for f in features]
-    rows = [embedding[anchor]] + [embedding[config.mask_token_id]] * (config.block_size - 1)
+    rows = [embedding[anchor]] + [embedding[config.mask_token_id]] * (config.block_width - 1)
     for layer in range(config.num_hidden_layers):
         at = f"layers.{layer}."
         if config.depth_mixing == "shift":
@@ -71,7 +71,7 @@ def features_of(pair, tokens):
     output = pair.target(
         torch.tensor([tokens]), cache=DynamicCache(config=pair.target.config), output_hidden_states=True
     )
-    return torch.cat([output.hidden_states[i + 1][0] for i in pair.draft.config.target_layer_ids], -1)
+    return torch.cat([output.hidden_states[i][0] for i in pair.draft.config.tapped_hidden_states], -1)
 
 
 @pytest.mark.parametrize(

@@ -71,8 +71,8 @@ def save_draft(path: Path, target: Path, seed: int = 1, std: float = 0.2, **opti
     """A random draft for a target, in our dialect. `options` are `random_draft`'s, and any field of the configuration."""
     import dataclasses
 
-    from speccompile.compiler.draft import Draft
-    from speccompile.compiler.draft_config import DraftConfig
+    from speccompile.compiler.drafts.config import DraftConfig
+    from speccompile.compiler.drafts.loading import empty_draft, save_draft
 
     fields = {f.name for f in dataclasses.fields(DraftConfig)}
     overrides = {
@@ -81,35 +81,38 @@ def save_draft(path: Path, target: Path, seed: int = 1, std: float = 0.2, **opti
     arguments = dict(family="dflash", layers=2, block_width=4, mask_token_id=None, seed=seed) | options
     config = random_draft(checkpoint.target_config(target), **arguments).config
     torch.manual_seed(seed)
-    draft = Draft(dataclasses.replace(config, **overrides))
+    draft = empty_draft(dataclasses.replace(config, **overrides))
     for parameter in draft.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=std)
         else:
             torch.nn.init.normal_(parameter, mean=1.0, std=0.1)
     path.mkdir(parents=True, exist_ok=True)
-    checkpoint.save_draft(draft, path)
+    save_draft(draft, path)
     return path
 
 
 def zlab(path: Path) -> dict[str, Any]:
-    """A saved draft's configuration in z-lab's dialect."""
+    """A saved DFlash draft's configuration in z-lab's dialect."""
     ours = json.loads((path / "config.json").read_text())
-    nested = (
-        "mask_token_id",
-        "target_layer_ids",
-        "block_size",
-        "output_multiplier",
-        "final_logit_softcapping",
-        "input_embedding_scale",
-    )
-    dropped = ("architectures", "model_type", "causal", "windows", "depth_mixing")
-    config = {k: v for k, v in ours.items() if k not in (*nested, *dropped)}
+    kept = (
+        "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
+        "vocab_size", "max_position_embeddings", "rms_norm_eps", "hidden_act", "attention_bias", "rope_parameters", "num_target_layers",
+    )  # fmt: skip
+    nested = {
+        "mask_token_id": ours["mask_token_id"],
+        "target_layer_ids": [i - 1 for i in ours["tapped_hidden_states"]],
+        "block_size": ours["block_width"],
+    } | {
+        k: ours[k]
+        for k in ("output_multiplier", "final_logit_softcapping", "input_embedding_scale")
+        if ours[k]
+    }
     sliding = [w is not None for w in ours["windows"]]
-    config |= {
+    config = {k: ours[k] for k in kept} | {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
-        "dflash_config": {k: ours[k] for k in nested if ours[k] is not None},
+        "dflash_config": nested,
         "layer_types": ["sliding_attention" if s else "full_attention" for s in sliding],
         "sliding_window": next((w for w in ours["windows"] if w), None),
         "use_sliding_window": any(sliding),
