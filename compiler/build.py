@@ -93,7 +93,7 @@ def build(options: BuildOptions, log: BuildLog | None = None) -> dict[str, Any]:
         with log.stage("check target"):
             referee.check_target(target, config, shapes, parts, expected)
         with log.stage("trace draft"):
-            inject, propose = tracing.trace_draft(draft, width, capacity, model.dtype)
+            inject, propose = tracing.trace_draft(draft, width, capacity, model.dtype, max_seq_len)
         caches = _named_caches("target", shapes) | _named_caches(
             "draft", tracing.draft_cache_shapes(draft_config)
         )

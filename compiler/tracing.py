@@ -305,7 +305,7 @@ class _Chain(nn.Module):
         return torch.stack(proposals, dim=1), *caches
 
 
-def freeze_rope(model: PreTrainedModel, max_positions: int) -> None:
+def freeze_rope(model: nn.Module, max_positions: int, owner: str = "target") -> None:
     """Fix rotary embeddings that change their frequencies with the longest position they see (dynamic, longrope).
 
     Up to the original context they do not change; raises UserError for an engine that would go beyond it.
@@ -324,7 +324,7 @@ def freeze_rope(model: PreTrainedModel, max_positions: int) -> None:
         original = parameters.get("original_max_position_embeddings") or module.config.max_position_embeddings
         if max_positions > original:
             raise UserError(
-                f"The target's rotary embedding ({parameters['rope_type']}) changes its frequencies past {original} positions, which one "
+                f"The {owner}'s rotary embedding ({parameters['rope_type']}) changes its frequencies past {original} positions, which one "
                 f"graph cannot; give --max-seq-len {original} or less."
             )
         module.rope_type = (
@@ -381,8 +381,11 @@ def trace_target(
     return _trace("target", _Target(model, max_positions), example, 1, output_shapes)
 
 
-def trace_draft(draft: Draft, width: int, capacity: int, dtype: torch.dtype) -> tuple[Stage, Stage]:
+def trace_draft(
+    draft: Draft, width: int, capacity: int, dtype: torch.dtype, max_positions: int
+) -> tuple[Stage, Stage]:
     """The draft's two stages, inject and propose, at block width `width`."""
+    freeze_rope(draft, max_positions, "draft")
     config = draft.config
     caches = [
         tensor for shape in draft_cache_shapes(config) for tensor in shape.empty(BATCH, capacity, dtype)

@@ -53,6 +53,22 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 
 
+# One random draft of every family, as fields of our own configuration over `random_draft`'s.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "dflash": {"family": "dflash"},
+    "causal-depth": {"family": "causal-depth"},
+    "jetspec": {"family": "dflash", "causal": (True, True)},
+    "dflash2": {
+        "family": "dflash", "depth_mixing": "convolution", "conv_kernel_size": 2, "conv_group_size": 8, "head": "selector",
+        "head_rank": 6, "head_candidates": 4, "windows": (9, 9),
+    },
+    "dspark": {"family": "dflash", "layout": "anchor_first", "head": "markov_rnn", "head_rank": 6, "confidence": "hidden_and_previous"},
+    "domino": {"family": "dflash", "layout": "anchor_first_full", "head": "gru", "head_rank": 6, "head_state_size": 5, "head_prefix": 1},
+    "xpress": {"family": "dflash", "head": "jacobi", "head_rank": 6, "head_mlp_ratio": 2, "head_passes": 2},
+    "eagle3": {"family": "dflash", "backbone": "chain", "qk_norm": False, "causal": (True, True), "own_embedding": True, "own_head": True},
+}  # fmt: skip
+
+
 def save_target(path: Path, model_type: str = "llama", seed: int = 0, **overrides: Any) -> Path:
     """A random target with weights wide enough that its greedy text is varied, as config.json and model.safetensors."""
     config = AutoConfig.for_model(model_type, **(SIZES | ARCHITECTURES.get(model_type, {}) | overrides))
@@ -75,18 +91,24 @@ def save_draft(path: Path, target: Path, seed: int = 1, std: float = 0.2, **opti
     from speccompile.compiler.drafts.loading import empty_draft, save_draft
 
     fields = {f.name for f in dataclasses.fields(DraftConfig)}
+    d2t = options.pop("d2t", None)
     overrides = {
         k: options.pop(k) for k in list(options) if k in fields and k not in ("block_width", "mask_token_id")
     }
     arguments = dict(family="dflash", layers=2, block_width=4, mask_token_id=None, seed=seed) | options
     config = random_draft(checkpoint.target_config(target), **arguments).config
     torch.manual_seed(seed)
-    draft = empty_draft(dataclasses.replace(config, **overrides))
+    config = dataclasses.replace(config, **overrides)
+    if config.backbone == "chain":
+        config = dataclasses.replace(config, mask_token_id=None)
+    draft = empty_draft(config)
     for parameter in draft.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=std)
         else:
             torch.nn.init.normal_(parameter, mean=1.0, std=0.1)
+    if d2t is not None:
+        draft.d2t = torch.tensor(d2t) - torch.arange(len(d2t))
     path.mkdir(parents=True, exist_ok=True)
     save_draft(draft, path)
     return path

@@ -52,6 +52,13 @@ def _either(*claims: Callable[[dict, dict], bool]) -> Callable[[dict, dict], boo
     return lambda raw, nested: any(claim(raw, nested) for claim in claims)
 
 
+_TAP_NORMS = (
+    ("aux_norm_low.", "tap_norms.0."),
+    ("aux_norm_mid.", "tap_norms.1."),
+    ("aux_norm_high.", "tap_norms.2."),
+    ("fc_norm.", "tap_norms."),
+    ("input_norm.", "tap_norm."),
+)
 _SPECULATORS = {
     "dflash": ("dflash", read_block.read_speculators),
     "dflash2": ("dflash2", read_block.read_speculators),
@@ -77,7 +84,7 @@ DIALECTS: tuple[Dialect, ...] = (
     *(
         Dialect(
             f"speculators {kind}", family, f"speculators_model_type {kind}",
-            lambda raw, nested, kind=kind: raw.get("speculators_model_type") == kind, reader, _CODEBOOKS, ("t2d", "verifier_"),
+            lambda raw, nested, kind=kind: raw.get("speculators_model_type") == kind, reader, (*_CODEBOOKS, *_TAP_NORMS), ("t2d", "verifier_"),
         )
         for kind, (family, reader) in _SPECULATORS.items()
     ),
@@ -113,8 +120,7 @@ DIALECTS: tuple[Dialect, ...] = (
             lambda raw, nested: "eagle3" in str((raw.get("architectures") or [""])[0]).lower(), _any_key("eagle_config"),
         ),
         read_chain.read_eagle3,
-        (("midlayer.", "layers.0."), ("aux_norm_low.", "tap_norms.0."), ("aux_norm_mid.", "tap_norms.1."), ("aux_norm_high.", "tap_norms.2."),
-         ("fc_norm.", "tap_norms."), ("input_norm.", "tap_norm.")), ("t2d",),
+        (("midlayer.", "layers.0."), *_TAP_NORMS), ("t2d",),
     ),
 )  # fmt: skip
 
