@@ -65,9 +65,14 @@ class Program:
         return node
 
     def clean(self) -> None:
+        """Drop dead nodes and check the graph. The module's Python code is not made anew: `run` does that."""
         self.graph.eliminate_dead_code()
         self.graph.lint()
+
+    def run(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Compute the graph as it stands, for tests and debugging."""
         self.graph_module.recompile()
+        return self.graph_module(*inputs)
 
 
 def is_call(node: object, *targets: Callable) -> bool:

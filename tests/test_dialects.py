@@ -134,7 +134,7 @@ def test_a_config_that_disagrees_with_its_tensors(saved, tmp_path, family):
 @pytest.mark.parametrize("other", [dict(hidden_size=24), dict(vocab_size=700)])
 def test_a_target_it_was_not_made_for(saved, tmp_path, family, other):
     draft, _, reference = saved(family)
-    sizes = dict(vocab_size=references.VOCABULARY, hidden_size=reference.shape.hidden, num_hidden_layers=3) | other
+    sizes = dict(vocab_size=references.VOCABULARY, hidden_size=reference.shape.hidden, num_hidden_layers=reference.shape.target_layers) | other
     target = tiny.save_target(tmp_path / "target", "qwen3", head_dim=8, num_attention_heads=2, num_key_value_heads=1, **sizes)
     key, value = next(iter(other.items()))
     text = refusal(draft, target)
@@ -270,7 +270,7 @@ def test_the_head_is_decided_by_the_tensors(saved, tmp_path):
     head = torch.randn(references.VOCABULARY, served.hidden_size)
     own = copy(draft, tmp_path / "own", tensors=lambda s: s.update({"lm_head.weight": head}))
     module = load_draft(own, resolve_draft(own, served), "float32")
-    module.lend(torch.zeros(9, served.hidden_size), torch.zeros(9, served.hidden_size))
+    module.lend(*(torch.nn.Parameter(torch.zeros(references.VOCABULARY, served.hidden_size)) for _ in range(2)))
     assert torch.equal(module.head, head) and not module.embedding.any()
     identity = torch.zeros(references.VOCABULARY, dtype=torch.int64)
     mapped = copy(draft, tmp_path / "mapped", tensors=lambda s: s.update(d2t=identity))
@@ -294,7 +294,7 @@ def test_markov_tables_live_in_two_vocabularies(saved, tmp_path):
 def test_a_padded_vocabulary_is_the_same_vocabulary(saved, tmp_path):
     """vllm-project/vllm#46435: draft 152064, target padded to 152576; the target's tables serve both."""
     draft, _, reference = saved("z-lab DFlash", 0)
-    target = tiny.save_target(tmp_path / "t", hidden_size=reference.shape.hidden, vocab_size=64, num_hidden_layers=3)
+    target = tiny.save_target(tmp_path / "t", hidden_size=reference.shape.hidden, vocab_size=64, num_hidden_layers=reference.shape.target_layers)
     assert resolve_draft(draft, checkpoint.target_config(target)).vocab_size == references.VOCABULARY
 
 

@@ -55,6 +55,7 @@ def check_seed(family: str, seed: int, path) -> tuple[int, int]:
     embedding, head = target.get_input_embeddings().weight, target.get_output_embeddings().weight
     engine = Engine.load(path / "engine", threads=1)
     steps = hits = 0
+    proposed = set()
     for prompt in PROMPTS:
         result = engine.generate([prompt], TOKENS, prefill_chunk=5)[0]
         where = f"{family}, seed {seed}, prompt of {len(prompt)}, width {width}"
@@ -64,12 +65,14 @@ def check_seed(family: str, seed: int, path) -> tuple[int, int]:
             states = target(torch.tensor([text[:at]]), cache=DynamicCache(config=target.config), output_hidden_states=True).hidden_states
             expected = reference.propose(states, text[:at], text[at], embedding, head)
             assert proposals == expected, f"{where}, step {step}"
+            proposed |= set(proposals)
             if getattr(reference, "confidence", None) is not None:
                 assert result.confidences[step] == pytest.approx(reference.confidence, abs=1e-4), f"{where}, step {step}"
             left = TOKENS - (at - len(prompt)) - 1
             agreed = next((r for r, (p, t) in enumerate(zip(expected, text[at + 1 :])) if p != t), len(expected))
             assert used == min(agreed + 1, left), f"{where}, step {step}"
             at, steps, hits = at + used, steps + 1, hits + used - 1
+    assert len(proposed) > 1, f"{family}, seed {seed}: the same token throughout shows nothing"
     return steps, hits
 
 

@@ -151,10 +151,11 @@ def recognise(raw: dict[str, Any], source: Path) -> Dialect:
             f"{source} has a quantization_config: the draft is quantised; give the unquantised checkpoint."
         )
     found = [d for d in DIALECTS if d.claims(raw, nested)]
-    if (
-        raw.get("speculators_model_type") is not None
-    ):  # its own key decides; it reuses others' architecture names
+    # What only one writer can have written decides: both reuse others' architectures or keys.
+    if raw.get("speculators_model_type") is not None:
         found = [d for d in found if d.name.startswith("speculators")]
+    elif raw.get("architectures") == [OUR_ARCHITECTURE]:
+        found = [d for d in found if d.name == "speccompile"]
     # JetSpec, Domino, DSpark and DFlash 2 are written on top of DFlash's form, and may keep its architecture's name.
     if len(found) > 1:
         found = [d for d in found if d.name != "z-lab DFlash"]

@@ -135,6 +135,10 @@ def _checked(
     if tensor.is_floating_point() != wanted.is_floating_point():
         kind = "floating-point weights were" if wanted.is_floating_point() else "whole numbers were"
         raise UserError(f"{file}: tensor {name} holds {tensor.dtype}; {kind} expected.")
+    if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        raise UserError(
+            f"{file}: tensor {name} holds values that are not finite numbers; the checkpoint was not saved whole."
+        )
     return tensor
 
 
