@@ -89,4 +89,3 @@ def inline(step: fx.GraphModule, stages: list[Stage]) -> None:
             step.graph.erase_node(item)
         step.graph.erase_node(call)
     step.graph.lint()
-

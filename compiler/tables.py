@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from speccompile.compiler.verify import Verification
@@ -44,12 +45,12 @@ def _passes(passes: dict[str, list[dict[str, Any]]]) -> Table:
 
 
 def print_draft(console: Console, resolved: dict[str, str]) -> None:
-    table = _table("Draft, as resolved", "", "")
-    table.columns[1].justify = "left"
-    table.show_header = False
+    """One line an entry, whatever the terminal's width: nothing of what was resolved may be cut off."""
+    console.print("[bold]Draft, as resolved[/]")
+    width = max(map(len, resolved)) + 2
     for label, text in resolved.items():
-        table.add_row(label, text)
-    console.print(table, "")
+        console.print(f"{label:<{width}}{escape(text)}", soft_wrap=True)
+    console.print("")
 
 
 def print_drafts(console: Console, rows: list[dict[str, str]]) -> None:

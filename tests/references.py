@@ -103,7 +103,9 @@ class BlockReference:
         positions = model.rotary_emb(x, torch.arange(context + rows)[None])
         for layer, causal, window in zip(model.layers, self.causal, self.windows, strict=True):
             mask = additive(block_mask(context, rows, causal, window))
-            x = layer(hidden_states=x, **{self.context_name: f}, attention_mask=mask, position_embeddings=positions)
+            x = layer(
+                hidden_states=x, **{self.context_name: f}, attention_mask=mask, position_embeddings=positions
+            )
         return model.norm(x)
 
     context_name = "target_hidden"
@@ -126,7 +128,11 @@ class BlockReference:
     def nested_config(self, architecture: str, **nested) -> dict:
         layers = layer_config(self.shape).to_dict()
         block = {"target_layer_ids": self.shape.taps, "mask_token_id": MASK, "block_size": self.width}
-        return layers | {"architectures": [architecture], "num_target_layers": self.shape.target_layers, "dflash_config": block | nested}
+        return layers | {
+            "architectures": [architecture],
+            "num_target_layers": self.shape.target_layers,
+            "dflash_config": block | nested,
+        }
 
 
 class ZlabDFlash(BlockReference):
@@ -142,13 +148,19 @@ class ZlabDFlash(BlockReference):
         if self.seed % 3 == 1:
             window = self.shape.random.choice([4, 9])
             sliding = [i % 2 == 0 for i in range(self.shape.layers)]
-            config |= {"layer_types": ["sliding_attention" if s else "full_attention" for s in sliding], "sliding_window": window, "use_sliding_window": True}
+            config |= {
+                "layer_types": ["sliding_attention" if s else "full_attention" for s in sliding],
+                "sliding_window": window,
+                "use_sliding_window": True,
+            }
             self.windows = [window if s else None for s in sliding]
             self.causal = sliding
         if self.seed % 3 != 0 and self.seed % 4 < 2:
             config["is_causal"] = bool(self.seed % 2)
             self.causal = [config["is_causal"]] * self.shape.layers
-        self.model = getattr(reference, self.class_name)(Qwen3Config(**{k: v for k, v in config.items() if k not in ("architectures", "model_type")})).eval()
+        self.model = getattr(reference, self.class_name)(
+            Qwen3Config(**{k: v for k, v in config.items() if k not in ("architectures", "model_type")})
+        ).eval()
         randomise(self.model, self.seed)
         self.write(path, config)
 
@@ -172,12 +184,16 @@ class ZlabDFlash2(ZlabDFlash):
         super().write(path, config)
         if self.seed % 2:  # as published: bare parameters, which the class loads into its embeddings
             state = self.model.state_dict()
-            bare = {k.removesuffix(".weight") if "codebook" in k else k: v.contiguous() for k, v in state.items()}
+            bare = {
+                k.removesuffix(".weight") if "codebook" in k else k: v.contiguous() for k, v in state.items()
+            }
             save_file(bare, path / "model.safetensors")
 
     def choose(self, hidden, logits, tokens, anchor, embedding):
         rows = hidden[:, self.predicting]
-        return self.model.propose(rows, torch.tensor([anchor]), lambda h: logits[:, self.predicting], 0.0)[0][0].tolist()
+        return self.model.propose(rows, torch.tensor([anchor]), lambda h: logits[:, self.predicting], 0.0)[0][
+            0
+        ].tolist()
 
 
 class JetSpec(ZlabDFlash):
@@ -189,7 +205,12 @@ class JetSpec(ZlabDFlash):
         config = self.nested_config("DFlashDraftModel", causal_head=True)
         config["dflash_config"]["target_hidden_size"] = self.shape.hidden
         self.causal = [True] * self.shape.layers
-        self.model = reference.DFlashDraftModel(Qwen3Config(**{k: v for k, v in config.items() if k not in ("architectures", "model_type")}, is_causal=True)).eval()
+        self.model = reference.DFlashDraftModel(
+            Qwen3Config(
+                **{k: v for k, v in config.items() if k not in ("architectures", "model_type")},
+                is_causal=True,
+            )
+        ).eval()
         randomise(self.model, self.seed)
         self.write(path, config)
 
@@ -202,7 +223,12 @@ class SpecForge(BlockReference):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             reference = importlib.import_module(f"specforge.modeling.draft.{module}")
-        self.model = getattr(reference, name)(Qwen3Config(**{k: v for k, v in config.items() if k not in ("architectures", "model_type")}, attn_implementation="eager")).eval()
+        self.model = getattr(reference, name)(
+            Qwen3Config(
+                **{k: v for k, v in config.items() if k not in ("architectures", "model_type")},
+                attn_implementation="eager",
+            )
+        ).eval()
         randomise(self.model, self.seed)
         return reference
 
@@ -212,7 +238,11 @@ class SpecForgeDFlash(SpecForge):
         config = self.nested_config("DFlashDraftModel")
         config["block_size"] = config["dflash_config"].pop("block_size")
         if self.seed % 2:
-            config |= {"layer_types": ["sliding_attention"] * self.shape.layers, "sliding_window": 7, "use_sliding_window": True}
+            config |= {
+                "layer_types": ["sliding_attention"] * self.shape.layers,
+                "sliding_window": 7,
+                "use_sliding_window": True,
+            }
             self.windows, self.causal = [7] * self.shape.layers, [True] * self.shape.layers
         self.build("dflash", "DFlashDraftModel", config)
         self.write(path, config)
@@ -232,12 +262,16 @@ class SpecForgeDomino(SpecForge):
         self.write(path, config)
         if self.seed % 3 == 0:  # early checkpoints kept the head below `logit_head`
             state = self.model.state_dict()
-            early = {f"logit_head.{k}" if k.startswith(("prefix_gru", "embed_proj")) else k: v.contiguous() for k, v in state.items()}
+            early = {
+                f"logit_head.{k}" if k.startswith(("prefix_gru", "embed_proj")) else k: v.contiguous()
+                for k, v in state.items()
+            }
             save_file(early, path / "model.safetensors")
 
     def choose(self, hidden, logits, tokens, anchor, embedding):
         target = SimpleNamespace(
-            lm_head=lambda h: logits, model=SimpleNamespace(embed_tokens=lambda ids: F.embedding(ids, embedding))
+            lm_head=lambda h: logits,
+            model=SimpleNamespace(embed_tokens=lambda ids: F.embedding(ids, embedding)),
         )
         block = torch.tensor([[anchor] + [MASK] * (self.width - 1)])
         return self.model._sample_draft_tokens(target, hidden, block)[0].tolist()
@@ -251,7 +285,9 @@ class MarkovMixin:
         if self.model.markov_head is None:
             chosen = base.argmax(-1)
         else:
-            chosen, _ = self.model.markov_head.sample_block_tokens(base, first_prev_token_ids=torch.tensor([anchor]), hidden_states=rows)
+            chosen, _ = self.model.markov_head.sample_block_tokens(
+                base, first_prev_token_ids=torch.tensor([anchor]), hidden_states=rows
+            )
         previous = torch.cat([torch.tensor([[anchor]]), chosen[:, :-1]], 1)
         confidence = self.model.predict_confidence(rows, prev_token_ids=previous)
         self.confidence = None if confidence is None else torch.sigmoid(confidence)[0].tolist()
@@ -282,7 +318,12 @@ class DeepSpec(MarkovMixin, SpecForge):
 
     def save(self, path, target):
         rank = 0 if self.seed % 3 == 0 else 5
-        inner = self.nested_config("DSparkDraftModel", projector_type="dspark", markov_rank=rank, attention_mode="mha" if self.shape.heads == self.shape.kv_heads else "gqa")
+        inner = self.nested_config(
+            "DSparkDraftModel",
+            projector_type="dspark",
+            markov_rank=rank,
+            attention_mode="mha" if self.shape.heads == self.shape.kv_heads else "gqa",
+        )
         inner["block_size"] = inner["dflash_config"].pop("block_size") - 1
         self.build("dspark", "DSparkDraftModel", inner)
         self.shape.taps[0] = -1 if self.seed % 2 else self.shape.taps[0]
@@ -323,7 +364,11 @@ class Speculators(BlockReference):
         block = self.width - 1 if sampled else self.width
         more = {}
         if self.seed % 3 == 1:
-            more = {"layer_types": ["sliding_attention"] * self.shape.layers, "sliding_window": 6, "use_sliding_window": True}
+            more = {
+                "layer_types": ["sliding_attention"] * self.shape.layers,
+                "sliding_window": 6,
+                "use_sliding_window": True,
+            }
             self.windows = [6] * self.shape.layers
             non_causal = bool(self.seed % 2) or self.kind == "dflash2"
             self.causal = [not non_causal] * self.shape.layers
@@ -362,11 +407,21 @@ class Speculators(BlockReference):
 
 
 class SpeculatorsDFlash2(Speculators):
-    kind, config_name, model_name, may_reduce = "dflash2", "DFlash2SpeculatorConfig", "DFlash2DraftModel", False
+    kind, config_name, model_name, may_reduce = (
+        "dflash2",
+        "DFlash2SpeculatorConfig",
+        "DFlash2DraftModel",
+        False,
+    )
 
     def knobs(self):
         r = self.shape.random
-        return {"conv_kernel_size": 2, "conv_group_size": r.choice([4, 8]), "selector_rank": r.choice([3, 6]), "selector_top_k": r.choice([2, 4])}
+        return {
+            "conv_kernel_size": 2,
+            "conv_group_size": r.choice([4, 8]),
+            "selector_rank": r.choice([3, 6]),
+            "selector_top_k": r.choice([2, 4]),
+        }
 
     def choose(self, hidden, logits, tokens, anchor, embedding):
         prev, chosen = torch.tensor([anchor]), []
@@ -400,7 +455,9 @@ class SpeculatorsDSpark(Speculators):
                 last = token
         self.confidence = None
         if self.model.confidence_head is not None:
-            parts = [rows] + ([head.prev_embeddings(previous)] if self.model.config.confidence_head_with_markov else [])
+            parts = [rows] + (
+                [head.prev_embeddings(previous)] if self.model.config.confidence_head_with_markov else []
+            )
             self.confidence = torch.sigmoid(self.model.confidence_head(torch.cat(parts, -1)))[0].tolist()
         return [*previous[0, 1:].tolist(), last.item()]
 
@@ -409,7 +466,11 @@ class SpeculatorsXPress(Speculators):
     kind, config_name, model_name = "xpress", "XPressSpeculatorConfig", "XPressDraftModel"
 
     def knobs(self):
-        return {"xpress_rank": self.shape.random.choice([4, 7]), "xpress_mlp_ratio": 2, "num_jacobi_passes": self.shape.random.choice([1, 3, 6])}
+        return {
+            "xpress_rank": self.shape.random.choice([4, 7]),
+            "xpress_mlp_ratio": 2,
+            "num_jacobi_passes": self.shape.random.choice([1, 3, 6]),
+        }
 
     def choose(self, hidden, logits, tokens, anchor, embedding):
         refiner, passes = self.model.refiner_head, self.model.config.num_jacobi_passes
@@ -464,7 +525,9 @@ class SpecForgeEagle3(Eagle3):
         ids = [self.shape.random.randrange(self.shape.target_layers - 1) for _ in range(3)]
         self.taps = [i + 1 for i in ids]
         self.reduced = self.seed % 2 == 1
-        kind = dict(draft_vocab_size=5 if self.reduced else VOCABULARY, pad_token_id=0, fc_norm=self.seed % 3 == 0)
+        kind = dict(
+            draft_vocab_size=5 if self.reduced else VOCABULARY, pad_token_id=0, fc_norm=self.seed % 3 == 0
+        )
         config = layer_config(self.shape, LlamaConfig, **kind)
         self.model = reference.LlamaForCausalLMEagle3(config, attention_backend="sdpa").eval()
         randomise(self.model, self.seed)
@@ -473,7 +536,10 @@ class SpecForgeEagle3(Eagle3):
             self.model.d2t = known - torch.arange(5)
             self.model.t2d = torch.zeros(VOCABULARY, dtype=torch.bool)
             self.model.t2d[known] = True
-        raw = config.to_dict() | {"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True}}
+        raw = config.to_dict() | {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True},
+        }
         self.write(path, raw)
         state = {k: v.contiguous() for k, v in self.model.state_dict().items()}
         if self.seed % 4 == 1:
@@ -507,7 +573,11 @@ class SpeculatorsEagle3(Eagle3):
         self.reduced = self.seed % 4 == 3
         more = {}
         if self.seed % 5 == 2:
-            more = {"layer_types": ["sliding_attention"] * self.shape.layers, "sliding_window": 6, "use_sliding_window": True}
+            more = {
+                "layer_types": ["sliding_attention"] * self.shape.layers,
+                "sliding_window": 6,
+                "use_sliding_window": True,
+            }
         kind = LlamaConfig if self.seed % 2 and not more else Qwen3Config
         config = Eagle3SpeculatorConfig(
             transformer_layer_config=layer_config(self.shape, kind, **more), draft_vocab_size=5 if self.reduced else VOCABULARY,
@@ -534,7 +604,9 @@ class SpeculatorsEagle3(Eagle3):
             features = self.model.input_norm(features)
         if self.model.fc_norm is not None:
             parts = features.chunk(len(self.model.fc_norm), dim=-1)
-            features = torch.cat([norm(part) for norm, part in zip(self.model.fc_norm, parts, strict=True)], -1)
+            features = torch.cat(
+                [norm(part) for norm, part in zip(self.model.fc_norm, parts, strict=True)], -1
+            )
         return self.model.fc(features)
 
     def link(self, features, tokens):
@@ -545,7 +617,13 @@ class SpeculatorsEagle3(Eagle3):
         embeddings = self.model.rotary_emb(x, positions)
         cache = DynamicCache()
         for layer in self.model.layers:
-            x = layer(x, attention_mask=mask, position_ids=positions, past_key_values=cache, position_embeddings=embeddings)
+            x = layer(
+                x,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                position_embeddings=embeddings,
+            )
         return x
 
     def read(self, hidden):

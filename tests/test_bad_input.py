@@ -101,21 +101,34 @@ def test_a_draft_for_another_target(capsys, monkeypatch, pair, tmp_path, key):
     )
 
 
-@pytest.mark.parametrize("layer", [-1, 3, 4, 99])
+@pytest.mark.parametrize("layer", [-1, 4, 5, 99])
 def test_a_layer_id_out_of_range(capsys, monkeypatch, pair, layer):
-    edit(pair[1], target_layer_ids=[0, layer])
+    edit(pair[1], tapped_hidden_states=[1, layer])
     text = build_refused(capsys, monkeypatch, pair)
-    assert f"target_layer_ids has {layer}; ids from 0 to 2 were expected" in text
+    assert f"a tap of hidden_states[{layer}]" in text and "0 to 3 can be tapped of a 4-layer target" in text
 
 
 @pytest.mark.parametrize("mask", [-1, 61, 10**9])
 def test_a_mask_token_outside_the_vocabulary(capsys, monkeypatch, pair, mask):
     edit(pair[1], mask_token_id=mask)
-    assert f"mask_token_id {mask} is outside the vocabulary of 61" in build_refused(capsys, monkeypatch, pair)
+    words = (
+        "mask_token_id is -1; at least 0"
+        if mask < 0
+        else f"mask_token_id {mask} is outside the vocabulary of 61"
+    )
+    assert words in build_refused(capsys, monkeypatch, pair)
 
 
-@pytest.mark.parametrize("key", ["mask_token_id", "target_layer_ids", "block_size", "num_target_layers"])
-@pytest.mark.parametrize("dialect", ["ours", "zlab"])
+@pytest.mark.parametrize(
+    ("dialect", "key"),
+    [
+        *(
+            ("ours", k)
+            for k in ("mask_token_id", "tapped_hidden_states", "block_width", "num_target_layers", "causal")
+        ),
+        *(("zlab", k) for k in ("mask_token_id", "target_layer_ids", "block_size", "num_target_layers")),
+    ],
+)
 def test_a_missing_key_is_never_guessed(capsys, monkeypatch, pair, key, dialect):
     file = pair[1] / "config.json"
     config = json.loads(file.read_text()) if dialect == "ours" else tiny.zlab(pair[1])
@@ -129,32 +142,33 @@ def test_a_missing_key_is_never_guessed(capsys, monkeypatch, pair, key, dialect)
 def test_a_key_with_two_values(capsys, monkeypatch, pair):
     config = tiny.zlab(pair[1]) | {"block_size": 16}
     (pair[1] / "config.json").write_text(json.dumps(config))
-    assert "dflash_config.block_size is 4 but the top level says 16" in build_refused(
-        capsys, monkeypatch, pair
-    )
+    assert "dflash_config.block_size is 4 but block_size is 16" in build_refused(capsys, monkeypatch, pair)
 
 
 def test_a_key_that_would_change_the_numbers_is_not_ignored(capsys, monkeypatch, pair):
     config = tiny.zlab(pair[1])
-    config["dflash_config"]["attention_value_scale"] = 0.5
+    config["dflash_config"]["attention_temperature"] = 0.5
     (pair[1] / "config.json").write_text(json.dumps(config))
-    assert "dflash_config.attention_value_scale" in build_refused(capsys, monkeypatch, pair)
+    assert "dflash_config.attention_temperature = 0.5 is not a key" in build_refused(
+        capsys, monkeypatch, pair
+    )
 
 
 def test_a_misspelt_key(capsys, monkeypatch, pair):
     edit(pair[1], depth_mixin="shift")
-    assert "depth_mixin is not one of" in build_refused(capsys, monkeypatch, pair)
+    assert "the key depth_mixin is not one of" in build_refused(capsys, monkeypatch, pair)
 
 
 def test_a_draft_of_another_family(capsys, monkeypatch, pair):
-    edit(pair[1], conv_kernel_size=2)
-    assert "a DFlash 2 draft" in build_refused(capsys, monkeypatch, pair)
+    config = tiny.zlab(pair[1]) | {"lilicorr_layers": 2}
+    (pair[1] / "config.json").write_text(json.dumps(config))
+    assert "describes a LiLiCorr draft" in build_refused(capsys, monkeypatch, pair)
 
 
 @pytest.mark.parametrize("value", ["eight", 2.5, [8], True])
 def test_a_value_of_the_wrong_type(capsys, monkeypatch, pair, value):
-    edit(pair[1], block_size=value)
-    assert "block_size is" in build_refused(capsys, monkeypatch, pair)
+    edit(pair[1], block_width=value)
+    assert "block_width is" in build_refused(capsys, monkeypatch, pair)
 
 
 @pytest.mark.parametrize(
@@ -165,15 +179,22 @@ def test_a_value_of_the_wrong_type(capsys, monkeypatch, pair, value):
         ("output_multiplier", [], "output_multiplier is []"),
         ("attention_bias", "no", "attention_bias is 'no'"),
         ("windows", [0, None], "windows has 0"),
-        ("windows", ["a", None], "windows has 'a'"),
+        ("windows", ["a", None], "windows is ['a', None]; a list of whole numbers"),
         ("causal", ["yes", "no"], "causal is ['yes', 'no']"),
         ("head_dim", 7, "head_dim 7 is odd"),
-        ("hidden_act", 3, "hidden_act 3 is not an activation"),
+        ("hidden_act", 3, "hidden_act is 3; a word was expected"),
+        ("hidden_act", "swoosh", "hidden_act 'swoosh' is not an activation"),
         ("num_hidden_layers", 50, "causal has 2 entries for 50 layers"),
         ("rope_parameters", {"rope_type": "weird"}, "is not a rotary embedding"),
         ("rope_parameters", {"rope_type": "yarn", "rope_theta": 1e4}, "factor"),
-        ("target_layer_ids", ["1"], "target_layer_ids has '1'"),
-        ("target_layer_ids", 7, "a list was expected"),
+        ("tapped_hidden_states", ["1"], "a list of whole numbers was expected"),
+        ("tapped_hidden_states", 7, "a list was expected"),
+        ("attention_value_scale", "half", "attention_value_scale is 'half'; a number was expected"),
+        ("head", "oracle", "head is 'oracle'; one of independent"),
+        ("head", "selector", "lacks head_rank, which selector needs"),
+        ("depth_mixing", "convolution", "lacks conv_kernel_size"),
+        ("draft_vocab_size", 20, "holds no lm_head.weight of its own"),
+        ("own_head", True, "own_head is True, but the tensor is not there"),
     ],
 )
 def test_values_that_cannot_be(capsys, monkeypatch, pair, key, value, words):

@@ -1,6 +1,7 @@
 """The commands as a shell runs them, on tiny engines."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -12,6 +13,9 @@ import pytest
 import tiny
 from builder import eager_greedy
 
+from speccompile.compiler.build import BuildOptions, build
+from speccompile.runtime import Engine
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -22,7 +26,10 @@ def speccompile(*arguments, code=0, **options):
     return done
 
 
-@pytest.mark.parametrize("command", [[], ["build"], ["init-draft"], ["run"], ["verify"], ["inspect"]])
+@pytest.mark.parametrize(
+    "command",
+    [[], ["build"], ["init-draft"], ["drafts"], ["convert-draft"], ["run"], ["verify"], ["inspect"]],
+)
 def test_help_teaches(command):
     text = speccompile(*command, "--help").stdout
     assert "Usage" in text and len(text) > 400
@@ -52,7 +59,7 @@ def test_init_draft_build_run_verify_inspect(tmp_path):
             "lower_group_query_attention",
             "rank0.weights",
             "Cache per sequence",
-            f"Draft: {family}",
+            f"{family}, read as speccompile",
         ):
             assert words in built
         answer = json.loads(
@@ -73,6 +80,41 @@ def test_init_draft_build_run_verify_inspect(tmp_path):
         verdict = json.loads(speccompile("verify", engine, "-n", 3, "--max-new-tokens", 12, "--json").stdout)
         assert verdict["identical"] and verdict["tokens"] == 36
         assert "identical: 36 tokens" in speccompile("verify", engine, "-n", 3, "--max-new-tokens", 12).stdout
+
+
+def test_drafts_lists_every_format():
+    rows = json.loads(speccompile("drafts", "--json").stdout)
+    assert {row["format"] for row in rows} >= {"speccompile", "z-lab DFlash", "speculators dspark", "EAGLE-3"}
+    assert all(row["families"] and row["recognised_by"] for row in rows)
+    text = speccompile("drafts", env=os.environ | {"COLUMNS": "60"}).stdout
+    for row in rows:
+        assert row["format"].split()[-1] in text
+
+
+def test_convert_draft_gives_the_same_engine(tmp_path):
+    target = tiny.save_target(tmp_path / "target")
+    draft = tiny.save_draft(tmp_path / "draft", target)
+    (draft / "config.json").write_text(json.dumps(tiny.zlab(draft)))
+    done = speccompile("convert-draft", draft, "--target", target, "--out", tmp_path / "ours", "--json")
+    said = json.loads(done.stdout)
+    assert said["family"] == "dflash" and said["tapped_hidden_states"] and said["block_width"] == 4
+    assert "already exists" in speccompile("convert-draft", draft, "--out", tmp_path / "ours", code=2).stderr
+    printed = speccompile("convert-draft", draft, "--out", tmp_path / "ours", "--force").stdout
+    assert "dflash, read as z-lab DFlash" in printed and "Written to" in printed
+    answers = []
+    for name in ("draft", "ours"):
+        build(BuildOptions(str(target), str(tmp_path / name), tmp_path / f"e-{name}", max_seq_len=64))
+        answers.append(Engine.load(tmp_path / f"e-{name}", threads=1).generate([[1, 2, 3]], 20)[0].proposals)
+    assert answers[0] == answers[1]
+
+
+def test_convert_draft_refuses_another_target(tmp_path):
+    target = tiny.save_target(tmp_path / "target")
+    other = tiny.save_target(tmp_path / "other", num_hidden_layers=6)
+    draft = tiny.save_draft(tmp_path / "draft", target)
+    done = speccompile("convert-draft", draft, "--target", other, "--out", tmp_path / "ours", code=2)
+    assert "num_target_layers 4, but this target has 6" in done.stderr
+    assert not (tmp_path / "ours").exists()
 
 
 def test_a_full_cache_ends_with_a_message(pairs):
@@ -161,7 +203,7 @@ def test_caches_are_written_in_place(pairs):
     before = {name: cache.numpy().copy() for name, cache in session.caches.items()}
     pointers = {name: cache.data_ptr() for name, cache in session.caches.items()}
     tokens = np.array([[1, 2, 3], [4, 0, 0]])
-    session.step(tokens, np.array([3, 1]), np.array([3, 1]), np.array([0, 10]))
+    session.step(tokens, np.array([3, 1]), np.array([3, 1]), np.array([0, 10]), np.array([-1, -1]))
     for name, cache in session.caches.items():
         after = cache.numpy()
         assert cache.data_ptr() == pointers[name]

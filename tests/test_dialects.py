@@ -80,7 +80,11 @@ def test_layer_ids_mean_one_thing_in_every_dialect(saved):
     for family in SEEDS:
         for seed in (1, 2):
             draft, target, reference = saved(family, seed)
-            taps = reference.taps if "agle" in family or "EAGLE" in family else [i + 1 for i in reference.shape.taps]
+            taps = (
+                reference.taps
+                if "agle" in family or "EAGLE" in family
+                else [i + 1 for i in reference.shape.taps]
+            )
             assert resolve_draft(draft, checkpoint.target_config(target)).tapped_hidden_states == tuple(taps)
 
 
@@ -110,14 +114,19 @@ def test_a_key_nobody_knows_is_named(saved, tmp_path, family):
 def test_a_tensor_nobody_claims_is_named(saved, tmp_path, family):
     """charlie12345/ROCmFPX#44: seven tensors went unclaimed."""
     draft, target, _ = saved(family)
-    text = refusal(copy(draft, tmp_path / "d", tensors=lambda s: s.update({"layers.0.extra.weight": torch.zeros(2)})), target)
+    text = refusal(
+        copy(draft, tmp_path / "d", tensors=lambda s: s.update({"layers.0.extra.weight": torch.zeros(2)})),
+        target,
+    )
     assert "layers.0.extra.weight" in text and "does not use" in text
 
 
 @pytest.mark.parametrize("family", SEEDS)
 def test_a_tensor_that_is_missing_is_named(saved, tmp_path, family):
     draft, target, _ = saved(family)
-    assert "lacks the tensor fc.weight" in refusal(copy(draft, tmp_path / "d", tensors=lambda s: s.pop("fc.weight")), target)
+    assert "lacks the tensor fc.weight" in refusal(
+        copy(draft, tmp_path / "d", tensors=lambda s: s.pop("fc.weight")), target
+    )
 
 
 @pytest.mark.parametrize("family", SEEDS)
@@ -134,8 +143,17 @@ def test_a_config_that_disagrees_with_its_tensors(saved, tmp_path, family):
 @pytest.mark.parametrize("other", [dict(hidden_size=24), dict(vocab_size=700)])
 def test_a_target_it_was_not_made_for(saved, tmp_path, family, other):
     draft, _, reference = saved(family)
-    sizes = dict(vocab_size=references.VOCABULARY, hidden_size=reference.shape.hidden, num_hidden_layers=reference.shape.target_layers) | other
-    target = tiny.save_target(tmp_path / "target", "qwen3", head_dim=8, num_attention_heads=2, num_key_value_heads=1, **sizes)
+    sizes = (
+        dict(
+            vocab_size=references.VOCABULARY,
+            hidden_size=reference.shape.hidden,
+            num_hidden_layers=reference.shape.target_layers,
+        )
+        | other
+    )
+    target = tiny.save_target(
+        tmp_path / "target", "qwen3", head_dim=8, num_attention_heads=2, num_key_value_heads=1, **sizes
+    )
     key, value = next(iter(other.items()))
     text = refusal(draft, target)
     assert f"{key} {value}" in text.replace("this target has", key) or str(value) in text
@@ -150,7 +168,12 @@ def test_the_required_keys_of_every_dialect(saved, tmp_path):
         "SpecForge Domino": ("gru_hidden_dim", "emb_dim"),
         "SpecForge DSpark": ("markov_rank", "markov_head_type", "mask_token_id"),
         "DeepSpec": ("target_layer_ids", "markov_rank", "enable_confidence_head"),
-        "speculators dflash": ("aux_hidden_state_layer_ids", "mask_token_id", "draft_vocab_size", "transformer_layer_config"),
+        "speculators dflash": (
+            "aux_hidden_state_layer_ids",
+            "mask_token_id",
+            "draft_vocab_size",
+            "transformer_layer_config",
+        ),
         "speculators dflash2": ("conv_kernel_size", "selector_rank"),
         "speculators xpress": ("xpress_rank", "num_jacobi_passes"),
     }
@@ -233,7 +256,14 @@ def test_two_conventions_for_eagle_layer_ids(saved, tmp_path):
     def silent(raw):
         raw["eagle_config"] = None
 
-    served = checkpoint.target_config(tiny.save_target(tmp_path / "t", hidden_size=reference.shape.hidden, vocab_size=references.VOCABULARY, num_hidden_layers=12))
+    served = checkpoint.target_config(
+        tiny.save_target(
+            tmp_path / "t",
+            hidden_size=reference.shape.hidden,
+            vocab_size=references.VOCABULARY,
+            num_hidden_layers=12,
+        )
+    )
     assert resolve_draft(copy(draft, tmp_path / "silent", silent), served).tapped_hidden_states == (2, 6, 9)
 
 
@@ -270,12 +300,16 @@ def test_the_head_is_decided_by_the_tensors(saved, tmp_path):
     head = torch.randn(references.VOCABULARY, served.hidden_size)
     own = copy(draft, tmp_path / "own", tensors=lambda s: s.update({"lm_head.weight": head}))
     module = load_draft(own, resolve_draft(own, served), "float32")
-    module.lend(*(torch.nn.Parameter(torch.zeros(references.VOCABULARY, served.hidden_size)) for _ in range(2)))
+    module.lend(
+        *(torch.nn.Parameter(torch.zeros(references.VOCABULARY, served.hidden_size)) for _ in range(2))
+    )
     assert torch.equal(module.head, head) and not module.embedding.any()
     identity = torch.zeros(references.VOCABULARY, dtype=torch.int64)
     mapped = copy(draft, tmp_path / "mapped", tensors=lambda s: s.update(d2t=identity))
     assert not load_draft(mapped, resolve_draft(mapped, served), "float32").config.own_head
-    arange = copy(draft, tmp_path / "arange", tensors=lambda s: s.update(d2t=torch.arange(references.VOCABULARY)))
+    arange = copy(
+        draft, tmp_path / "arange", tensors=lambda s: s.update(d2t=torch.arange(references.VOCABULARY))
+    )
     assert "all zeros" in refusal(arange, target)
 
 
@@ -294,15 +328,83 @@ def test_markov_tables_live_in_two_vocabularies(saved, tmp_path):
 def test_a_padded_vocabulary_is_the_same_vocabulary(saved, tmp_path):
     """vllm-project/vllm#46435: draft 152064, target padded to 152576; the target's tables serve both."""
     draft, _, reference = saved("z-lab DFlash", 0)
-    target = tiny.save_target(tmp_path / "t", hidden_size=reference.shape.hidden, vocab_size=64, num_hidden_layers=reference.shape.target_layers)
+    target = tiny.save_target(
+        tmp_path / "t",
+        hidden_size=reference.shape.hidden,
+        vocab_size=64,
+        num_hidden_layers=reference.shape.target_layers,
+    )
     assert resolve_draft(draft, checkpoint.target_config(target)).vocab_size == references.VOCABULARY
+
+
+ODD = (
+    None,
+    "x",
+    "",
+    -1,
+    0,
+    1,
+    3,
+    2.5,
+    10**9,
+    True,
+    False,
+    [],
+    {},
+    [1, "a"],
+    [-1, 0],
+    [[1]],
+    {"rope_type": "yarn"},
+    {"a": 1},
+    float("nan"),
+)
+
+
+def places(raw):
+    """Every object of a config that holds keys, and its keys."""
+    yield raw, list(raw)
+    for value in raw.values():
+        if isinstance(value, dict):
+            yield from places(value)
+
+
+@pytest.mark.parametrize("family", SEEDS)
+def test_no_value_of_any_key_is_a_crash(saved, tmp_path, family):
+    """Each key of each dialect with each of some odd values: read, or refused in one sentence."""
+    draft, target, _ = saved(family)
+    served, tried, refused = checkpoint.target_config(target), 0, 0
+    copied = copy(draft, tmp_path / "odd")
+    text = (draft / "config.json").read_text()
+    for place, (_, keys) in enumerate(places(json.loads(text))):
+        for key in keys:
+            for odd in ODD:
+                raw = json.loads(text)
+                list(places(raw))[place][0][key] = odd
+                (copied / "config.json").write_text(json.dumps(raw))
+                tried += 1
+                try:
+                    load_draft(copied, resolve_draft(copied, served), None)
+                except UserError as error:
+                    refused += 1
+                    assert "\n" not in str(error), (key, odd)
+                except Exception as error:
+                    raise AssertionError(f"{key} = {odd!r}") from error
+    assert tried / 2 < refused < tried  # unused keys of Transformers' configurations take anything
 
 
 def test_both_layouts_are_told_apart(saved):
     """vllm-project/vllm#49614: DeepSpec's DFlash read in place accepts less than one token in a hundred."""
     draft, target, reference = saved("DeepSpec", 0)
     config = resolve_draft(draft, checkpoint.target_config(target))
-    assert config.family == "dflash" and config.layout == "anchor_first" and config.block_width == reference.width
+    assert (
+        config.family == "dflash"
+        and config.layout == "anchor_first"
+        and config.block_width == reference.width
+    )
     draft, target, reference = saved("z-lab DFlash", 0)
     config = resolve_draft(draft, checkpoint.target_config(target))
-    assert config.family in ("dflash", "jetspec") and config.layout == "in_place" and config.block_width == reference.width
+    assert (
+        config.family in ("dflash", "jetspec")
+        and config.layout == "in_place"
+        and config.block_width == reference.width
+    )

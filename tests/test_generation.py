@@ -18,7 +18,11 @@ SMALL = {"vocab_size": 11}
 
 def at_width(family: str, width: int) -> dict:
     draft = tiny.FAMILIES[family]
-    return {"draft": draft | {"block_width": width}} if family == "xpress" else {"draft": draft, "block_width": width}
+    return (
+        {"draft": draft | {"block_width": width}}
+        if family == "xpress"
+        else {"draft": draft, "block_width": width}
+    )
 
 
 quick = settings(max_examples=10, deadline=None)
@@ -62,7 +66,8 @@ def test_a_ragged_batch_equals_each_prompt_alone(pairs, family, batch, chunk):
 
 @pytest.mark.parametrize(
     ("family", "width"),
-    [("causal-depth", w) for w in (2, 3, 5, 8, 16)] + [(f, w) for f in FAMILIES if f != "causal-depth" for w in (2, 9)],
+    [("causal-depth", w) for w in (2, 3, 5, 8, 16)]
+    + [(f, w) for f in FAMILIES if f != "causal-depth" for w in (2, 9)],
 )
 def test_block_widths(pairs, family, width):
     """Other widths than the one a draft was trained for (which is 4); xPress mixes exactly its own rows."""

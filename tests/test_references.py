@@ -48,7 +48,9 @@ def check_seed(family: str, seed: int, path) -> tuple[int, int]:
     target_path = references.save_target(path / "target", reference.shape, seed)
     reference.save(path / "draft", target_path)
     width = reference.width
-    options = BuildOptions(str(target_path), str(path / "draft"), path / "engine", max_seq_len=64, block_width=width)
+    options = BuildOptions(
+        str(target_path), str(path / "draft"), path / "engine", max_seq_len=64, block_width=width
+    )
     report = build(options)
     assert report["draft"]["block_width"] == width or report["draft"]["backbone"] == "chain"
     target = AutoModelForCausalLM.from_pretrained(target_path, attn_implementation="eager").eval()
@@ -61,15 +63,23 @@ def check_seed(family: str, seed: int, path) -> tuple[int, int]:
         where = f"{family}, seed {seed}, prompt of {len(prompt)}, width {width}"
         assert result.token_ids == eager_greedy(target, prompt, TOKENS), where
         text, at = [*prompt, *result.token_ids], len(prompt)
-        for step, (proposals, used) in enumerate(zip(result.proposals, result.acceptance_lengths, strict=True)):
-            states = target(torch.tensor([text[:at]]), cache=DynamicCache(config=target.config), output_hidden_states=True).hidden_states
+        for step, (proposals, used) in enumerate(
+            zip(result.proposals, result.acceptance_lengths, strict=True)
+        ):
+            states = target(
+                torch.tensor([text[:at]]), cache=DynamicCache(config=target.config), output_hidden_states=True
+            ).hidden_states
             expected = reference.propose(states, text[:at], text[at], embedding, head)
             assert proposals == expected, f"{where}, step {step}"
             proposed |= set(proposals)
             if getattr(reference, "confidence", None) is not None:
-                assert result.confidences[step] == pytest.approx(reference.confidence, abs=1e-4), f"{where}, step {step}"
+                assert result.confidences[step] == pytest.approx(reference.confidence, abs=1e-4), (
+                    f"{where}, step {step}"
+                )
             left = TOKENS - (at - len(prompt)) - 1
-            agreed = next((r for r, (p, t) in enumerate(zip(expected, text[at + 1 :])) if p != t), len(expected))
+            agreed = next(
+                (r for r, (p, t) in enumerate(zip(expected, text[at + 1 :])) if p != t), len(expected)
+            )
             assert used == min(agreed + 1, left), f"{where}, step {step}"
             at, steps, hits = at + used, steps + 1, hits + used - 1
     assert len(proposed) > 1, f"{family}, seed {seed}: the same token throughout shows nothing"

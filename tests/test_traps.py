@@ -101,14 +101,24 @@ def test_a_draft_trained_for_fewer_positions_than_the_text_has(pairs):
 
 
 def test_a_drafts_rope_that_changes_with_the_length_is_refused(pairs):
-    with pytest.raises(UserError, match="draft's rotary embedding .dynamic. changes its frequencies past 16 positions"):
-        pairs(draft={"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, "max_position_embeddings": 16})
+    with pytest.raises(
+        UserError, match="draft's rotary embedding .dynamic. changes its frequencies past 16 positions"
+    ):
+        pairs(
+            draft={
+                "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+                "max_position_embeddings": 16,
+            }
+        )
 
 
 def test_the_vocabulary_map_stays_a_named_tensor(pairs):
     """vllm-rbln#831: arange + d2t was folded to an unnamed constant at export."""
     known = [0, 2, 3, 6, 7, 10]
-    pair = pairs(target=SMALL, draft={"family": "dflash", "own_head": True, "draft_vocab_size": 6, "seed": 3, "d2t": known})
+    pair = pairs(
+        target=SMALL,
+        draft={"family": "dflash", "own_head": True, "draft_vocab_size": 6, "seed": 3, "d2t": known},
+    )
     model = onnx.load(pair.engine.directory.path / STEP, load_external_data=False)
     assert [i.name for i in model.graph.initializer if "d2t" in i.name]
     result = pair.engine.generate([[1, 2, 3]], 20)[0]
@@ -121,7 +131,9 @@ def test_confidence_cuts_the_block_and_leaves_the_text(pairs):
     whole = pair.engine.generate([[1, 2, 3]], 24)[0]
     confidences = sorted(c for row in whole.confidences for c in row)
     threshold = confidences[len(confidences) // 2]
-    cut = pairs(target=SMALL, draft=DSPARK, block_width=6, confidence_threshold=threshold).engine.generate([[1, 2, 3]], 24)[0]
+    cut = pairs(target=SMALL, draft=DSPARK, block_width=6, confidence_threshold=threshold).engine.generate(
+        [[1, 2, 3]], 24
+    )[0]
     assert cut.token_ids == whole.token_ids
     assert {len(p) for p in cut.proposals} > {5} or len({len(p) for p in cut.proposals}) > 1
     for proposals, row in zip(cut.proposals, cut.confidences, strict=True):
@@ -176,14 +188,18 @@ def test_depth_mixing_at_zero_is_plain_dflash(tmp_path):
                 state[f"layers.{i}.depth_shift.proj.weight"] = torch.zeros(32, 32)
             elif mixing == "convolution":
                 for side in ("attention_conv", "mlp_conv"):
-                    state[f"layers.{i}.{side}.base_kernel"] = torch.stack([torch.ones(2, 32), torch.zeros(2, 32)], 1)
+                    state[f"layers.{i}.{side}.base_kernel"] = torch.stack(
+                        [torch.ones(2, 32), torch.zeros(2, 32)], 1
+                    )
                     state[f"layers.{i}.{side}.kernel_projection.weight"] = torch.zeros(16, 32)
         path = tmp_path / mixing
         path.mkdir()
         save_file(state, path / "model.safetensors")
         (path / "config.json").write_text(json.dumps(raw))
         build(BuildOptions(str(target), str(path), tmp_path / f"engine-{mixing}", max_seq_len=64))
-        proposals[mixing] = Engine.load(tmp_path / f"engine-{mixing}", threads=1).generate([[1, 2, 3]], 24)[0].proposals
+        proposals[mixing] = (
+            Engine.load(tmp_path / f"engine-{mixing}", threads=1).generate([[1, 2, 3]], 24)[0].proposals
+        )
     assert proposals["none"] == proposals["shift"] == proposals["convolution"]
 
 
@@ -193,7 +209,15 @@ def test_what_was_resolved_is_printed_by_build_and_inspect(pairs, capsys, monkey
     pair = pairs(target=SMALL, draft=DSPARK)
     monkeypatch.setenv("COLUMNS", "200")
     for command in (
-        ["build", "--target", pair.target_path, "--draft", pair.draft_path, "--out", pair.draft_path.parent / "again"],
+        [
+            "build",
+            "--target",
+            pair.target_path,
+            "--draft",
+            pair.draft_path,
+            "--out",
+            pair.draft_path.parent / "again",
+        ],
         ["inspect", pair.engine.directory.path],
     ):
         monkeypatch.setattr("sys.argv", ["speccompile", *map(str, command)])

@@ -92,7 +92,7 @@ class BlockLayer(nn.Module):
             x = x + attention(self.input_layernorm(x))
             return x + self.mlp(self.post_attention_layernorm(x))
         # The residual is float32: in float16 a DFlash 2 draft's first layer overflows (vllm-project/vllm#55250).
-        dtype, x = x.dtype, x.float()
+        dtype, x = self.mlp.gate_proj.weight.dtype, x.float()
         for norm, mixer, sub_layer in (
             (self.input_layernorm, self.attention_conv, attention),
             (self.post_attention_layernorm, self.mlp_conv, self.mlp),

@@ -18,6 +18,7 @@ _CHOICES = {
     "tap_norms": forms.TAP_NORMS,
     "confidence": forms.CONFIDENCES,
 }
+_LARGEST = 2**24
 _MAY_BE_ZERO = {"head_prefix", "mask_token_id"}
 _NEEDS = {
     "markov": ("head_rank",), "markov_gated": ("head_rank",), "markov_rnn": ("head_rank",),
@@ -29,7 +30,8 @@ _NEEDS = {
 def check_config(c: DraftConfig, source: Path) -> None:
     """Raises UserError for a configuration that cannot be. Types first: a string for a number is named, not crashed on."""
     for field in fields(DraftConfig):
-        _check_type(field.name, str(field.type), getattr(c, field.name), source)
+        kind = field.type.__name__ if isinstance(field.type, type) else str(field.type)
+        _check_type(field.name, kind, getattr(c, field.name), source)
     for name, allowed in _CHOICES.items():
         if getattr(c, name) not in allowed:
             raise UserError(
@@ -83,11 +85,15 @@ def _check_type(name: str, kind: str, value: object, source: Path) -> None:
             raise UserError(
                 f"{source}: {name} is {value}; at least {0 if name in _MAY_BE_ZERO else 1} was expected."
             )
+        if value > _LARGEST and name != "mask_token_id":
+            raise UserError(f"{source}: {name} is {value}; no draft has more than {_LARGEST}.")
     elif kind.startswith("float"):
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise UserError(f"{source}: {name} is {value!r}; a number was expected.")
     elif kind.startswith("dict") and not isinstance(value, dict):
         raise UserError(f"{source}: {name} is {value!r}; an object was expected.")
+    elif kind == "str" and not isinstance(value, str):
+        raise UserError(f"{source}: {name} is {value!r}; a word was expected.")
 
 
 def _check_sizes(c: DraftConfig, source: Path) -> None:

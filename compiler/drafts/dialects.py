@@ -34,10 +34,13 @@ class Dialect:
     """Prefixes of tensors that a reader does not need."""
 
 
+def _first_architecture(raw: dict[str, Any]) -> str:
+    names = raw.get("architectures")
+    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+
+
 def _architecture(*names: str) -> Callable[[dict, dict], bool]:
-    return lambda raw, nested: (
-        raw.get("architectures") == [names[0]] or (raw.get("architectures") or [None])[0] in names
-    )
+    return lambda raw, nested: _first_architecture(raw) in names
 
 
 def _projector(*types: str) -> Callable[[dict, dict], bool]:
@@ -117,7 +120,7 @@ DIALECTS: tuple[Dialect, ...] = (
     Dialect(
         "EAGLE-3", "eagle3", "architecture LlamaForCausalLMEagle3, LlamaForCausalLMEagle or Eagle3…, or eagle_config",
         _either(
-            lambda raw, nested: "eagle3" in str((raw.get("architectures") or [""])[0]).lower(), _any_key("eagle_config"),
+            lambda raw, nested: "eagle3" in _first_architecture(raw).lower(), _any_key("eagle_config"),
         ),
         read_chain.read_eagle3,
         (("midlayer.", "layers.0."), *_TAP_NORMS), ("t2d",),
@@ -154,7 +157,7 @@ def recognise(raw: dict[str, Any], source: Path) -> Dialect:
     # What only one writer can have written decides: both reuse others' architectures or keys.
     if raw.get("speculators_model_type") is not None:
         found = [d for d in found if d.name.startswith("speculators")]
-    elif raw.get("architectures") == [OUR_ARCHITECTURE]:
+    elif _first_architecture(raw) == OUR_ARCHITECTURE:
         found = [d for d in found if d.name == "speccompile"]
     # JetSpec, Domino, DSpark and DFlash 2 are written on top of DFlash's form, and may keep its architecture's name.
     if len(found) > 1:

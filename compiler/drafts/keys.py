@@ -73,16 +73,17 @@ class Keys:
                     )
 
 
-def qwen3(values: dict[str, Any], source: Path) -> Qwen3Config:
+def layer_config(kind: type[PretrainedConfig], values: dict[str, Any], source: Path) -> PretrainedConfig:
     """The draft's layers as a Transformers configuration, old RoPE spellings and defaults resolved."""
     try:
-        return Qwen3Config.from_dict({k: v for k, v in values.items() if k != "quantization_config"})
+        return kind.from_dict({k: v for k, v in values.items() if k != "quantization_config"})
     except Exception as error:
-        raise UserError(
-            f"{source} is not a valid Qwen3 draft configuration: {' '.join(str(error).split())[:300]}"
-        ) from None
+        name = kind.__name__.removesuffix("Config")
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"{source} does not describe layers of a {name} draft: {reason}") from None
 
 
+MOST_LAYERS = 256
 SIZES = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
     "vocab_size", "max_position_embeddings",
@@ -101,6 +102,10 @@ def whole_numbers(values: dict[str, Any], names: tuple[str, ...], source: Path) 
             raise UserError(f"{source}: {name} is {value!r}; a whole number was expected.")
         if value < 1:
             raise UserError(f"{source}: {name} is {value}; at least 1 was expected.")
+    if values.get("num_hidden_layers", 0) > MOST_LAYERS:
+        raise UserError(
+            f"{source}: num_hidden_layers is {values['num_hidden_layers']}; at most {MOST_LAYERS} was expected of a draft."
+        )
 
 
 def layer_windows(kinds: Any, layers: int, window: Any, source: Path) -> list[int | None]:

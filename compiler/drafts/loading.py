@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from transformers import PretrainedConfig
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from speccompile.compiler.checkpoint import DTYPES, weight_files
 from speccompile.compiler.drafts.block import BlockDraft
@@ -66,7 +67,10 @@ def empty_draft(config: DraftConfig) -> Draft:
 
 def load_draft(directory: Path, config: DraftConfig, dtype: str | None) -> Draft:
     """The draft module with the checkpoint's weights, in their own types if `dtype` is None. Raises UserError naming a missing, left-over or misshapen tensor."""
-    draft = empty_draft(config)
+    with torch.device(
+        "meta"
+    ):  # no memory is taken for what config.json says before the tensors have said the same
+        draft = empty_draft(config)
     expected = {
         name: tensor for name, tensor in draft.state_dict().items() if name not in ("embedding", "head")
     }
@@ -100,6 +104,7 @@ def load_draft(directory: Path, config: DraftConfig, dtype: str | None) -> Draft
     if "d2t" in state:
         _check_map(state["d2t"], t2d, config, directory)
     draft.load_state_dict(state, assign=True)
+    draft.rotary_emb = Qwen3RotaryEmbedding(config.rotary())  # computed, not stored
     if dtype is not None:
         for (
             parameter

@@ -140,4 +140,6 @@ class Draft(nn.Module):
 
     def token_ids(self, index: torch.Tensor) -> torch.Tensor:
         """Rows of the draft's head -> the target's tokens (`d2t` holds offsets)."""
-        return index if self.config.draft_vocab_size is None else index + self.d2t[index]
+        if self.config.draft_vocab_size is None:
+            return index
+        return index + self.d2t.index_select(0, index.flatten()).view(index.shape)

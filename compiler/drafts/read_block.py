@@ -3,8 +3,17 @@
 from pathlib import Path
 from typing import Any
 
+from transformers import Qwen3Config
+
 from speccompile.compiler.drafts.config import DraftConfig
-from speccompile.compiler.drafts.keys import SIZES, Keys, layer_ids, layer_windows, qwen3, whole_numbers
+from speccompile.compiler.drafts.keys import (
+    SIZES,
+    Keys,
+    layer_config,
+    layer_ids,
+    layer_windows,
+    whole_numbers,
+)
 from speccompile.compiler.drafts.read_chain import speculative_tokens
 from speccompile.export.errors import UserError
 
@@ -50,7 +59,7 @@ def _nested(
     """What every dialect of the nested form says alike."""
     keys = Keys(raw, source, objects)
     whole_numbers(raw, SIZES, source)
-    layers = qwen3(raw, source)
+    layers = layer_config(Qwen3Config, raw, source)
     windows, by_window = _windows(keys, raw, raw["num_hidden_layers"])
     values = dict(
         **{name: raw[name] for name in SIZES},
@@ -180,7 +189,7 @@ def read_speculators(raw: dict[str, Any], source: Path, target_layers: int | Non
         raise UserError(
             f"{source}: transformer_layer_config is not that of Qwen3 layers; only those are built."
         )
-    layers = qwen3(values, source)
+    layers = layer_config(Qwen3Config, values, source)
     if target_layers is None:
         raise UserError(f"{source} does not say how many layers its target has; name the target too.")
     windows = layer_windows(layers.layer_types, layers.num_hidden_layers, layers.sliding_window, source)

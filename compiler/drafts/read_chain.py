@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from transformers import LlamaConfig, PretrainedConfig
+from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
 from speccompile.compiler.drafts.config import DraftConfig
-from speccompile.compiler.drafts.keys import Keys, layer_ids, layer_windows, qwen3, whole_numbers
+from speccompile.compiler.drafts.keys import Keys, layer_config, layer_ids, layer_windows, whole_numbers
 from speccompile.export.errors import UserError
 
 DEFAULT_WIDTH = 8
@@ -76,12 +76,7 @@ def read_eagle3(raw: dict[str, Any], source: Path, target_layers: int | None = N
             "before that norm; otherwise convert it by hand to speccompile's form (feeds_normed)."
         )
     whole_numbers(raw, _SIZES, source)
-    try:
-        layers = LlamaConfig.from_dict({k: v for k, v in raw.items() if k != "quantization_config"})
-    except Exception as error:
-        raise UserError(
-            f"{source} is not a valid Llama draft configuration: {' '.join(str(error).split())[:300]}"
-        ) from None
+    layers = layer_config(LlamaConfig, raw, source)
     nested, outer = (raw.get("eagle_config") or {}), raw.get("eagle_aux_hidden_state_layer_ids")
     inner = nested.get("eagle_aux_hidden_state_layer_ids")
     keys.ignore("eagle_aux_hidden_state_layer_ids")
@@ -138,7 +133,7 @@ def read_speculators(raw: dict[str, Any], source: Path, target_layers: int | Non
         raise UserError(
             f"{source}: transformer_layer_config.model_type is {kind!r}; llama or qwen3 layers were expected."
         )
-    layers = qwen3(values, source) if kind == "qwen3" else LlamaConfig.from_dict(values)
+    layers = layer_config(Qwen3Config if kind == "qwen3" else LlamaConfig, values, source)
     if target_layers is None:
         raise UserError(f"{source} does not say how many layers its target has; name the target too.")
     ids = keys.get("eagle_aux_hidden_state_layer_ids")
@@ -179,7 +174,7 @@ def speculative_tokens(keys: Keys, default: int | None = None) -> int | None:
     methods = speculators.get("proposal_methods") if isinstance(speculators, dict) else None
     counts = {
         m["speculative_tokens"]
-        for m in methods or []
+        for m in (methods if isinstance(methods, list) else [])
         if isinstance(m, dict) and isinstance(m.get("speculative_tokens"), int)
     }
     if len(counts) > 1:

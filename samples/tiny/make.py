@@ -1,37 +1,34 @@
-"""Makes the tiny pair: a target of four layers and two drafts for it, from text that ships with Python.
+"""Makes the tiny pair: a target of four layers and three drafts for it, from text that ships with Python.
 
-    python samples/tiny/make.py --out samples/tiny        (about 6 minutes on two cores)
+    python samples/tiny/make.py --out samples/tiny        (about 15 minutes on two cores)
 
 The text is Python's own help (`pydoc_data.topics`); every twentieth topic is held out. The target is a Llama of a
-million parameters. Both drafts, DFlash and causal-depth, learn from the target's own greedy continuations, with
-the same steps, batches and seed, and are then measured through `speccompile` itself on held-out prompts.
+million parameters. The drafts (EAGLE-3, DFlash, causal-depth) learn from the target's own greedy continuations, with the
+same sequences, steps, batches and seed; `compare.py` measures what came of it.
 """
 
 import argparse
 import json
-import math
-import tempfile
 import time
 from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
-from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from train import FAMILIES, PROMPT, WIDTH, progress, save, schedule, train_draft
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
-from speccompile.compiler.build import BuildOptions, build
-from speccompile.compiler.checkpoint import save_draft
-from speccompile.compiler.draft import Draft
-from speccompile.compiler.draft_config import DraftConfig
-from speccompile.runtime import Engine
-
-VOCABULARY, CONTEXT, WIDTH = 1024, 256, 8
-PROMPT, ANSWER = (
-    32,
-    96,
-)  # tokens of a draft's training sequence: a prompt from the text, then the target's own
+VOCABULARY, CONTEXT = 1024, 256
+ANSWER = (
+    96  # tokens the target adds to a prompt of PROMPT tokens of the text: a sequence the drafts learn from
+)
 SPECIAL = ["<|endoftext|>", "<|mask|>", "<|user|>", "<|assistant|>"]
 CHAT = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 
@@ -48,20 +45,7 @@ def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=SPECIAL[0], chat_template=CHAT)
 
 
-def schedule(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LambdaLR:
-    """Linear warm-up over a twentieth of the steps, then a cosine to a twentieth of the rate."""
-    warm = max(1, steps // 20)
-    return torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda s: min((s + 1) / warm, 0.05 + 0.475 * (1 + math.cos(math.pi * min(1.0, s / steps))))
-    )
-
-
-def progress(what: str, step: int, steps: int, loss: float, start: float) -> None:
-    if step % 50 == 0 or step == steps - 1:
-        print(f"{what}: step {step + 1}/{steps}, loss {loss:.3f}, {time.time() - start:.0f} s", flush=True)
-
-
-def train_target(stream: torch.Tensor, eos: int, steps: int, out: Path) -> LlamaForCausalLM:
+def train_target(stream: torch.Tensor, eos: int, steps: int, out: Path) -> None:
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=True,
@@ -82,8 +66,6 @@ def train_target(stream: torch.Tensor, eos: int, steps: int, out: Path) -> Llama
         rate.step()
         progress("target", step, steps, loss.item(), start)
     model.to(torch.bfloat16).save_pretrained(out)
-    # What the file holds, not what was trained: the drafts must fit the rounded weights.
-    return AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval().requires_grad_(False)
 
 
 @torch.no_grad()
@@ -107,125 +89,15 @@ def continuations(target: LlamaForCausalLM, stream: torch.Tensor, count: int) ->
     return torch.cat(rows)
 
 
-def draft_config(target: LlamaConfig, mask: int, family: str) -> DraftConfig:
-    causal = family == "causal-depth"
-    return DraftConfig(
-        hidden_size=target.hidden_size, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-        intermediate_size=384, vocab_size=VOCABULARY, num_target_layers=target.num_hidden_layers,
-        target_layer_ids=(0, 1, 2), mask_token_id=mask, block_size=WIDTH, causal=(causal,) * 2, windows=(None,) * 2,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, max_position_embeddings=1024,
-        depth_mixing="shift" if causal else "none",
-    )  # fmt: skip
-
-
-def block_logits(
-    draft: Draft, features: torch.Tensor, tokens: torch.Tensor, anchors: torch.Tensor
-) -> torch.Tensor:
-    """features [N, S, taps*H], tokens [N, S], anchors [N, A] positions -> logits [N*A, K-1, V] of the blocks' proposals.
-
-    A block at anchor n sees the features of positions < n and its own rows.
-    """
-    count, length = tokens.shape
-    blocks = anchors.shape[1]
-    context = draft.inject(features, torch.arange(length).expand(count, -1))
-    before = (torch.arange(length) < anchors[:, :, None]).flatten(0, 1)[:, None, None, :]  # [N*A, 1, 1, S]
-
-    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        rows = q.shape[2]
-        own = torch.ones(rows, rows, dtype=torch.bool)
-        own = own.tril() if draft.config.causal[layer] else own
-        mask = torch.cat([before.expand(-1, 1, rows, -1), own.expand(len(q), 1, -1, -1)], dim=-1)
-        keys, values = (
-            torch.cat([c.repeat_interleave(blocks, 0), own_rows], 2)
-            for c, own_rows in zip(context[layer], (k, v))
-        )
-        return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=True)
-
-    anchor = tokens.gather(1, anchors).flatten()
-    positions = anchors.flatten()[:, None] + torch.arange(WIDTH)
-    return draft.logits(draft.block_hidden(anchor, positions, attend)[:, 1:])
-
-
-def train_draft(
-    target: LlamaForCausalLM, sequences: torch.Tensor, family: str, mask: int, steps: int, seed: int
-) -> Draft:
-    torch.manual_seed(seed)
-    draft = Draft(draft_config(target.config, mask, family))
-    draft.lend(target.get_input_embeddings().weight, target.get_output_embeddings().weight)
-    trained = [p for p in draft.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=2e-3, weight_decay=0.01, betas=(0.9, 0.95))
-    rate, start = schedule(optimizer, steps), time.time()
-    weight = torch.exp(
-        -torch.arange(WIDTH - 1) / 4.0
-    )  # the first proposals count most: later ones need them accepted
-    for step in range(steps):
-        tokens = sequences[torch.randint(0, len(sequences), (32,))]
-        with torch.no_grad():
-            hidden = target.model(tokens, output_hidden_states=True).hidden_states
-        features = torch.cat([hidden[i + 1] for i in draft.config.target_layer_ids], -1)
-        anchors = torch.randint(PROMPT, tokens.shape[1] - WIDTH, (len(tokens), 10))
-        labels = tokens.gather(1, (anchors[:, :, None] + torch.arange(1, WIDTH)).flatten(1)).view(
-            -1, WIDTH - 1
-        )
-        logits = block_logits(draft, features, tokens, anchors)
-        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
-        loss = (losses * weight).sum(1).mean() / weight.sum()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        rate.step()
-        progress(family, step, steps, loss.item(), start)
-    return draft
-
-
-def save(draft: Draft, family: str, out: Path) -> None:
-    """bfloat16 weights; the DFlash draft in z-lab's dialect, the causal-depth draft in ours."""
-    out.mkdir(parents=True, exist_ok=True)
-    save_draft(draft, out)
-    state = load_file(out / "model.safetensors")
-    save_file(
-        {k: v.to(torch.bfloat16) for k, v in state.items()},
-        out / "model.safetensors",
-        metadata={"format": "pt"},
-    )
-    if family == "dflash":
-        c = json.loads((out / "config.json").read_text())
-        for ours in (
-            "causal",
-            "windows",
-            "depth_mixing",
-            "output_multiplier",
-            "final_logit_softcapping",
-            "input_embedding_scale",
-        ):
-            del c[ours]
-        nested = {key: c.pop(key) for key in ("mask_token_id", "target_layer_ids")}
-        c |= {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "dflash_config": nested}
-        (out / "config.json").write_text(json.dumps(c, indent=2) + "\n")
-
-
-def measure(target: Path, draft: Path, prompts: list[list[int]]) -> dict:
-    """Acceptance on held-out prompts, through a built engine: mean length and share accepted at each position."""
-    with tempfile.TemporaryDirectory() as scratch:
-        build(BuildOptions(str(target), str(draft), Path(scratch) / "engine", max_seq_len=512))
-        engine = Engine.load(Path(scratch) / "engine")
-        lengths = [n for p in prompts for n in engine.generate([p], ANSWER)[0].acceptance_lengths]
-    return {
-        "acceptance_length": round(sum(lengths) / len(lengths), 3),
-        "acceptance_by_position": [
-            round(sum(n > r for n in lengths) / len(lengths), 3) for r in range(1, WIDTH)
-        ],
-        "steps": len(lengths),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--out", type=Path, required=True, help="directory to write target/, dflash/, causal-depth/ into"
+        "--out", type=Path, required=True, help="directory to write the target and the drafts into"
+    )
+    parser.add_argument(
+        "--keep-target", action="store_true", help="train drafts for the target that is there already"
     )
     parser.add_argument("--target-steps", type=int, default=250)
     parser.add_argument("--draft-steps", type=int, default=400)
@@ -235,36 +107,31 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.manual_seed(options.seed)
-    texts = [topics[name] for name in sorted(topics)]
-    held_out = texts[::20]
-    kept = [text for i, text in enumerate(texts) if i % 20]
-    tokenizer = make_tokenizer(kept)
-    tokenizer.save_pretrained(options.out / "target")
+    kept = [topics[name] for i, name in enumerate(sorted(topics)) if i % 20]
+    if options.keep_target:
+        tokenizer = AutoTokenizer.from_pretrained(options.out / "target")
+    else:
+        tokenizer = make_tokenizer(kept)
+        tokenizer.save_pretrained(options.out / "target")
     eos, mask = tokenizer.convert_tokens_to_ids(SPECIAL[:2])
     stream = torch.tensor([t for text in kept for t in [*tokenizer.encode(text), eos]])
-    print(f"{len(kept)} topics, {len(stream)} tokens; {len(held_out)} topics held out")
-    target = train_target(stream, eos, options.target_steps, options.out / "target")
+    print(f"{len(kept)} topics of {len(topics)}, {len(stream)} tokens")
+    if not options.keep_target:
+        train_target(stream, eos, options.target_steps, options.out / "target")
+    # What the file holds, not what was trained: the drafts must fit the rounded weights.
+    target = AutoModelForCausalLM.from_pretrained(options.out / "target", dtype=torch.float32)
+    target.eval().requires_grad_(False)
+    torch.manual_seed(options.seed)
     sequences = continuations(target, stream, options.sequences)
-    prompts = [
-        ids[at : at + PROMPT]
-        for text in held_out
-        if len(ids := tokenizer.encode(text)) > 200
-        for at in (0, 100)
-    ][:24]
-    figures = {}
-    for family in ("dflash", "causal-depth"):
-        draft = train_draft(target, sequences, family, mask, options.draft_steps, options.seed)
-        save(draft, family, options.out / family)
-        figures[family] = measure(options.out / "target", options.out / family, prompts)
-        print(family, figures[family], flush=True)
-    budget = {k: v for k, v in vars(options).items() if k != "out"}
-    record = {
-        **budget,
-        "block_width": WIDTH,
-        "held_out_prompts": len(prompts),
-        "new_tokens": ANSWER,
-        **figures,
+    record = {k: v for k, v in vars(options).items() if k not in ("out", "keep_target")} | {
+        "block_width": WIDTH
     }
+    for family in FAMILIES:
+        start = time.time()
+        draft = train_draft(target, sequences, family, mask, options.draft_steps, options.seed)
+        save(draft, options.out / family)
+        own = sum(p.numel() for p in draft.parameters() if p.requires_grad)
+        record[family] = {"parameters": own, "training_s": round(time.time() - start)}
     (options.out / "training.json").write_text(json.dumps(record, indent=2) + "\n")
 
 
