@@ -77,14 +77,14 @@ def build(
     block_width: Annotated[
         int | None,
         typer.Option(
-            help="Rows of a block: one anchor and the proposals. [default: as the draft was trained]",
+            help="Rows of a block: one anchor and the proposals. \\[default: as the draft was trained]",
             show_default=False,
         ),
     ] = None,
     max_seq_len: Annotated[
         int | None,
         typer.Option(
-            help="Tokens a sequence may hold. [default: the target's, at most 2048]", show_default=False
+            help="Tokens a sequence may hold. \\[default: the target's, at most 2048]", show_default=False
         ),
     ] = None,
     max_batch_size: Annotated[int, typer.Option(help="Sequences decoded together.")] = 8,
@@ -93,14 +93,14 @@ def build(
     confidence_threshold: Annotated[
         float | None,
         typer.Option(
-            help="Verify proposals only up to the first the draft trusts less than this (DSpark). [default: all]",
+            help="Verify proposals only up to the first the draft trusts less than this (DSpark). \\[default: all]",
             show_default=False,
         ),
     ] = None,
     head_candidates: Annotated[
         int | None,
         typer.Option(
-            help="Serial heads (DSpark, Domino) score this many of a row's best tokens; 0 scores all. [default: 0]",
+            help="Serial heads (DSpark, Domino) score this many of a row's best tokens; 0 scores all. \\[default: as the draft says]",
             show_default=False,
         ),
     ] = None,
@@ -158,7 +158,7 @@ def init_draft(
     mask_token_id: Annotated[
         int | None,
         typer.Option(
-            help="Token that stands for a row to fill. [default: the vocabulary's last]", show_default=False
+            help="Token that stands for a row to fill. \\[default: the vocabulary's last]", show_default=False
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
@@ -305,7 +305,7 @@ def verify(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Prompts, one a line: text, or JSON with `prompt` or `prompt_ids`. [default: built-in]",
+            help="Prompts, one a line: text, or JSON with `prompt` or `prompt_ids`. \\[default: built-in]",
             show_default=False,
         ),
     ] = None,
@@ -315,14 +315,14 @@ def verify(
         str | None,
         typer.Option(
             metavar="DIR|HUB-ID",
-            help="Target to compare with. [default: the one it was built from]",
+            help="Target to compare with. \\[default: the one it was built from]",
             show_default=False,
         ),
     ] = None,
     tie_tolerance: Annotated[
         float | None,
         typer.Option(
-            help="Logits nearer than this share of the largest are a tie. [default: by dtype]",
+            help="Logits nearer than this share of the largest are a tie. \\[default: by dtype]",
             show_default=False,
         ),
     ] = None,

@@ -29,15 +29,7 @@ class StepOutput:
 class OnnxSession:
     """The fused step (`plain=False`) or plain decoding of an engine directory, for a fixed number of sequences."""
 
-    def __init__(
-        self,
-        engine: EngineDirectory,
-        batch: int,
-        plain: bool = False,
-        threads: int = 0,
-        options: ort.SessionOptions | None = None,
-    ):
-        """`options` are ONNX Runtime's own, for a profile; `threads` 0 lets it choose."""
+    def __init__(self, engine: EngineDirectory, batch: int, plain: bool = False, threads: int = 0):
         settings = engine.settings
         if batch > settings["max_batch_size"]:
             raise UserError(
@@ -47,7 +39,7 @@ class OnnxSession:
         self.width = 1 if plain else settings["block_width"]
         self.capacity, self.max_seq_len = settings["capacity"], settings["max_seq_len"]
         name = PLAIN if plain else STEP
-        options = options or ort.SessionOptions()
+        options = ort.SessionOptions()
         options.log_severity_level = 3
         options.intra_op_num_threads = threads
         self.session = ort.InferenceSession(engine.path / name, options, providers=["CPUExecutionProvider"])

@@ -35,6 +35,16 @@ def test_help_teaches(command):
     assert "Usage" in text and len(text) > 400
 
 
+def test_help_states_the_defaults():
+    text = " ".join(speccompile("build", "--help", env=os.environ | {"COLUMNS": "200"}).stdout.split())
+    for words in (
+        "[default: as the draft was trained]",
+        "[default: the target's, at most 2048]",
+        "[default: all]",
+    ):
+        assert words in text
+
+
 def test_init_draft_build_run_verify_inspect(tmp_path):
     target = tiny.save_target(tmp_path / "target")
     for family in ("dflash", "causal-depth"):
