@@ -6,39 +6,40 @@ Without arguments it takes the tiny pair's three drafts and held-out prompts. Yo
 
     python samples/tiny/compare.py --target T --draft eagle3=D1 --draft dflash=D2 --prompts prompts.txt --out compare
 
-Draft time is the time ONNX Runtime's profile gives to the nodes of the fused step that the target's own outputs do not
-need: injection and proposal, heads included, the time between nodes not. Writes comparison.json, .md and .png.
+Draft time is what a fused step takes longer than the same step with everything cut away that the target's own outputs
+do not need, the two run in turn. Writes comparison.json, .md and .png.
 """
 
 import argparse
 import json
+import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable
 from pathlib import Path
 from pydoc_data.topics import topics
 
 import numpy as np
 import onnx
-import onnxruntime as ort
+from onnx.utils import Extractor
 
 from speccompile.compiler.build import BuildOptions, build
 from speccompile.compiler.verify import read_prompts
-from speccompile.export.directory import STEP
+from speccompile.export.directory import STEP, EngineDirectory, open_engine
 from speccompile.runtime import Engine
 from speccompile.runtime.session import OnnxSession
 from speccompile.runtime.tokenizer import load_tokenizer
 
 HERE = Path(__file__).parent
 DRAFTS = {name: HERE / name for name in ("eagle3", "dflash", "causal-depth")}
-PROMPT, CONTEXT = 32, 128
-"""Tokens of a held-out prompt, and committed tokens before a timed step."""
+PROMPT, CONTEXT, WARM_UP = 32, 128, 10
+"""Tokens of a held-out prompt, committed tokens before a timed step, and steps run before the first timed one."""
 
 
-def held_out_prompts(tokenizer) -> list[list[int]]:
+def held_out_prompts(encode: Callable[[str], list[int]]) -> list[list[int]]:
     """Windows of the topics that `make.py` kept from the target and the drafts."""
-    encoded = [tokenizer.encode(topics[name]) for name in sorted(topics)[::20]]
+    encoded = [encode(topics[name]) for name in sorted(topics)[::20]]
     starts = range(0, 2000, 200)
     return [ids[at : at + PROMPT] for ids in encoded for at in starts if len(ids) >= at + PROMPT]
 
@@ -57,86 +58,75 @@ def acceptance(engine: Engine, prompts: list[list[int]], tokens: int) -> dict:
     }
 
 
-def needed_nodes(model: onnx.ModelProto, outputs: Iterable[str]) -> set[str]:
-    """Names of the nodes that these outputs need."""
-    producer = {value: node for node in model.graph.node for value in node.output}
-    found, waiting = set(), list(outputs)
-    while waiting:
-        node = producer.get(waiting.pop())
-        if node is not None and node.name not in found:
-            found.add(node.name)
-            waiting += node.input
-    return found
+def verify_only(engine: EngineDirectory, out: Path) -> EngineDirectory:
+    """The engine without what only the draft needs: the part of its graph that the target's own outputs ask for."""
+    shutil.copytree(engine.path, out)
+    aliases = {
+        o: cache for o, cache in engine.settings["aliases"][STEP].items() if cache.startswith("target.")
+    }
+    model = onnx.load(engine.path / STEP, load_external_data=False)
+    inputs = [
+        i.name for i in model.graph.input if not i.name.startswith("draft.") and i.name != "next_tokens"
+    ]
+    part = Extractor(model).extract_model(inputs, ["emitted", "num_emitted", "new_lengths", *aliases])
+    onnx.save(part, out / STEP)
+    settings = engine.settings | {"aliases": engine.settings["aliases"] | {STEP: aliases}}
+    return EngineDirectory(out, engine.config | {"speccompile": settings})
 
 
-def time_step(path: Path, threads: int, repeats: int) -> dict[str, float]:
-    """Median seconds of a whole decode step at batch 1, after CONTEXT tokens, and of the draft's part in it."""
-    engine = Engine.load(path, threads)
-    width = engine.directory.settings["block_width"]
+def time_steps(path: Path, threads: int, repeats: int) -> list[tuple[float, float]]:
+    """Seconds of decode steps at batch 1 after CONTEXT tokens, with and without the draft, run in turn."""
+    engine = open_engine(path)
+    width = engine.settings["block_width"]
     step = (np.arange(width)[None], np.array([width]), np.array([1]), np.array([CONTEXT]), np.array([-1]))
-    plain = OnnxSession(engine.directory, 1, threads=threads)
     with tempfile.TemporaryDirectory() as scratch:
-        options = ort.SessionOptions()
-        options.enable_profiling = True
-        options.profile_file_prefix = str(Path(scratch) / "profile")
-        options.optimized_model_filepath = str(Path(scratch) / "optimised.onnx")  # fusions rename nodes
-        profiled = OnnxSession(engine.directory, 1, threads=threads, options=options)
-        model = onnx.load(options.optimized_model_filepath, load_external_data=False)
-        walls = []
-        for _ in range(repeats):
-            profiled.step(*step)
+        directories = engine, verify_only(engine, Path(scratch) / "verify")
+        whole, target = (OnnxSession(directory, 1, threads=threads) for directory in directories)
+
+        def seconds(session: OnnxSession) -> float:
             start = time.perf_counter()
-            plain.step(*step)
-            walls.append(time.perf_counter() - start)
-        events = json.loads(Path(profiled.session.end_profiling()).read_text())
-    aliases = engine.directory.settings["aliases"][STEP]
-    caches = [output for output, cache in aliases.items() if cache.startswith("target.")]
-    verifying = needed_nodes(model, ["emitted", "num_emitted", "new_lengths", *caches])
-    drafting: dict[str, list[float]] = {}
-    for event in events:
-        name = event["name"].removesuffix("_kernel_time")
-        if name != event["name"] and name not in verifying:
-            drafting.setdefault(name, []).append(event["dur"] / 1e6)
-    draft = sum(statistics.median(times) for times in drafting.values())
-    return {"step_s": statistics.median(walls), "draft_s": draft}
+            session.step(*step)
+            return time.perf_counter() - start
+
+        pairs = [(seconds(whole), seconds(target)) for _ in range(repeats + WARM_UP)]
+    return pairs[WARM_UP:]
 
 
-def compare(
-    target: str,
-    drafts: dict[str, str],
-    prompts: Path | None,
-    tokens: int,
-    widths: list[int],
-    threads: int,
-    repeats: int,
-    scratch: Path,
-) -> dict:
-    """Build every draft at every width; measure times at all widths and acceptance at the draft's own."""
+def compare(target: str, drafts: dict[str, str], scratch: Path, options: argparse.Namespace) -> dict:
+    """Build every draft at its own width and the others; measure acceptance at its own, times at all asked for."""
     results: dict = {
         "target": Path(target).name,
-        "widths": widths,
-        "new_tokens": tokens,
-        "threads": threads,
+        "widths": options.widths,
+        "new_tokens": options.tokens,
+        "threads": options.threads,
         "drafts": {},
     }
+    engines: dict[tuple[str, int], Path] = {}
     for name, draft in drafts.items():
-        times, report = {}, None
-        for width in (None, *widths):
+
+        def built(width: int | None, name=name, draft=draft) -> tuple[Path, dict]:
             path = scratch / f"{name}-{width or 'own'}"
-            report = build(BuildOptions(target, draft, path, block_width=width, max_seq_len=512))
-            if width is not None:
-                times[width] = time_step(path, threads, repeats)
-                continue
-            engine = Engine.load(path, threads)
-            tokenizer = load_tokenizer(engine.directory)
-            ids = read_prompts(prompts, tokenizer.encode) if prompts else held_out_prompts(tokenizer)
-            results["drafts"][name] = {
-                "family": report["draft"]["family"],
-                "prompts": len(ids),
-                **acceptance(engine, ids, tokens),
-            }
-        results["drafts"][name]["times"] = times
-        print(f"{name}: measured", flush=True)
+            return path, build(BuildOptions(target, draft, path, block_width=width, max_seq_len=512))
+
+        own, report = built(None)
+        engine = Engine.load(own, options.threads)
+        encode = load_tokenizer(engine.directory).encode
+        prompts = read_prompts(options.prompts, encode) if options.prompts else held_out_prompts(encode)
+        record = {"family": report["draft"]["family"], "prompts": len(prompts)}
+        results["drafts"][name] = record | acceptance(engine, prompts, options.tokens)
+        own_width = engine.directory.settings["block_width"]
+        for width in options.widths:
+            engines[name, width] = own if width == own_width else built(width)[0]
+        print(f"{name}: {results['drafts'][name]['steps']} steps measured, built at every width", flush=True)
+
+    # Every engine has its turn in every round, so that a machine that slows down for a while slows them all.
+    pairs: dict[tuple[str, int], list[tuple[float, float]]] = {key: [] for key in engines}
+    for _ in range(options.rounds):
+        for key, path in engines.items():
+            pairs[key] += time_steps(path, options.threads, options.repeats)
+    for (name, width), timed in pairs.items():
+        whole, draft = statistics.median(a for a, _ in timed), statistics.median(a - b for a, b in timed)
+        results["drafts"][name].setdefault("times", {})[width] = {"step_s": whole, "draft_s": draft}
     return results
 
 
@@ -210,7 +200,8 @@ def main() -> None:
         "--widths", type=lambda text: [int(w) for w in text.split(",")], default=[2, 4, 8, 16]
     )
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=200, help="timed steps a width")
+    parser.add_argument("--repeats", type=int, default=100, help="timed steps of an engine in a round")
+    parser.add_argument("--rounds", type=int, default=10, help="turns that every engine has")
     options = parser.parse_args()
     drafts = (
         dict(entry.split("=", 1) for entry in options.draft)
@@ -218,16 +209,7 @@ def main() -> None:
         else {n: str(d) for n, d in DRAFTS.items()}
     )
     with tempfile.TemporaryDirectory() as scratch:
-        results = compare(
-            options.target,
-            drafts,
-            options.prompts,
-            options.tokens,
-            options.widths,
-            options.threads,
-            options.repeats,
-            Path(scratch),
-        )
+        results = compare(options.target, drafts, Path(scratch), options)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "comparison.json").write_text(json.dumps(results, indent=2) + "\n")
     (options.out / "comparison.md").write_text(table(results))
