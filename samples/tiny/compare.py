@@ -130,15 +130,19 @@ def compare(target: str, drafts: dict[str, str], scratch: Path, options: argpars
     return results
 
 
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
+
+
 def table(results: dict) -> str:
     """The results as Markdown."""
     lines = [
-        "| draft | acceptance length | accepted at proposal 1 …, given the one before |",
-        "|---|---|---|",
+        "| draft | tokens a step (steps) | accepted at proposal 1 … | … given the one before |",
+        "|---|---|---|---|",
     ]
     for name, d in results["drafts"].items():
-        given = " ".join("–" if a is None else f"{a:.2f}" for a in d["accepted_given_previous"])
-        lines.append(f"| {name} | {d['acceptance_length']:.2f} over {d['steps']} steps | {given} |")
+        shares, given = (" ".join(map(_share, d[key])) for key in ("accepted", "accepted_given_previous"))
+        lines.append(f"| {name} | {d['acceptance_length']:.2f} ({d['steps']}) | {shares} | {given} |")
     lines += [
         "",
         "| draft: ms of a step (of it drafting) | " + " | ".join(f"K={w}" for w in results["widths"]) + " |",
@@ -157,27 +161,21 @@ def plot(results: dict, file: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    figure, panels = pyplot.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
     for name, d in results["drafts"].items():
-        left.plot(list(d["times"]), [1e3 * t["draft_s"] for t in d["times"].values()], marker="o", label=name)
-        given = d["accepted_given_previous"]
-        right.plot(
-            range(1, len(given) + 1), [np.nan if a is None else a for a in given], marker="o", label=name
+        panels[0].plot(
+            list(d["times"]), [1e3 * t["draft_s"] for t in d["times"].values()], marker="o", label=name
         )
-    left.set(
-        xlabel="block width K",
-        ylabel="draft time per step, ms",
-        xticks=results["widths"],
-        ylim=(0, None),
-        title="Draft time",
+        for axes, key in zip(panels[1:], ("accepted", "accepted_given_previous"), strict=True):
+            shares = [np.nan if share is None else share for share in d[key]]
+            axes.plot(range(1, len(shares) + 1), shares, marker="o", label=name)
+    panels[0].set(xlabel="block width K", ylabel="ms per step", title="Draft time", ylim=(0, None))
+    panels[0].set_xticks(results["widths"])
+    panels[1].set(xlabel="position of the proposal", title="Share of steps that accept it", ylim=(0, 1))
+    panels[2].set(
+        xlabel="position of the proposal", title="Share, given the one before is accepted", ylim=(0, 1)
     )
-    right.set(
-        xlabel="position of the proposal",
-        ylabel="accepted, given the one before",
-        ylim=(0, 1),
-        title="Acceptance",
-    )
-    for axes in (left, right):
+    for axes in panels:
         axes.grid(alpha=0.3)
         axes.legend()
     figure.savefig(file, dpi=130)
