@@ -1,0 +1,228 @@
+"""Triton kernel of cache append and block attention, in one launch: it writes the block's keys and values into the
+caches and attends over the valid rows only.
+
+    append_and_attend(q [B, Hq, S, D], k [B, Hkv, S, D], v [B, Hkv, S, D], key_cache, value_cache [B, Hkv, C, D] (written),
+                      at [B] int64, sinks [Hq] | None, tree_mask [B, S, S] | None, *, causal, scale, window, softcap)
+        -> [B, Hq, S, D]
+
+It means `kv_append` of k and v at `at`, then `block_attention` of q. Row s sits at position at + s. Rows before the block
+are read from the cache, the block's own from k and v, so that no program waits for another's writes. `tree_mask` says
+which rows of the block a row sees (itself among them) in place of `causal`; the cached rows it sees all, or, with a
+window, those of the positions the rows are stored at.
+
+A program takes one key/value head of one sequence, BLOCK_M of its G*S query rows (the G heads of a group share the keys
+they read), and one of `splits` parts of the cached rows; the last part takes the block. With more than one part each
+leaves its softmax's maximum, sum and unscaled output in float32, and `_combine` joins them (flash-decoding).
+
+float16, bfloat16 and float32; products accumulate in float32.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _tile(
+    q, key, value, m, l, acc, visible, scale, softcap, HAS_SOFTCAP: tl.constexpr
+):  # fmt: skip
+    """Online softmax over one tile of keys [D, N] and values [N, D], in powers of two."""
+    scores = tl.dot(q, key, input_precision="ieee") * scale
+    if HAS_SOFTCAP:
+        scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
+    scores = tl.where(visible, scores * LOG2E, float("-inf"))
+    new_m = tl.maximum(m, tl.max(scores, 1))
+    # A row that has seen nothing yet has no maximum to subtract.
+    base = tl.where(new_m == float("-inf"), 0.0, new_m)
+    p = tl.exp2(scores - base[:, None])
+    shrink = tl.exp2(m - base)
+    l = l * shrink + tl.sum(p, 1)
+    acc = acc * shrink[:, None] + tl.dot(p.to(value.dtype), value, input_precision="ieee")
+    return new_m, l, acc
+
+
+@triton.jit
+def attend(
+    q, k, v, key_cache, value_cache, at, sinks, tree_mask, out, partial_m, partial_l, partial_acc,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch, out_head, out_row,
+    rows, capacity, kv_heads, scale, softcap,
+    SIZE: tl.constexpr, BLOCK_D: tl.constexpr, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_TREE: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of G*S rows, B * Hkv, SPLITS). WINDOW 0 is none; strides count elements, of the last axis 1."""
+    tile, sequence_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    b, kv_head = sequence_head // kv_heads, sequence_head % kv_heads
+    n, d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    in_head = d < SIZE
+    length = tl.load(at + b).to(tl.int32)  # cached rows before the block
+
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    real = row < GROUPS * rows
+    head, s = kv_head * GROUPS + row // rows, row % rows
+    position = length + s
+    q_at = q + b.to(tl.int64) * q_batch + head[:, None] * q_head + s[:, None] * q_row + d[None, :]
+    query = tl.load(q_at, mask=real[:, None] & in_head[None, :], other=0.0)
+
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+
+    # This part's share of the cached rows, in whole tiles, from the first row that any window reaches.
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(length - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+    tiles = tl.cdiv(tl.cdiv(length - first, BLOCK_N), SPLITS)
+    begin = first + split * tiles * BLOCK_N
+    end = tl.minimum(begin + tiles * BLOCK_N, length)
+    cached = sequence_head.to(tl.int64) * capacity * SIZE
+    for start in range(begin, end, BLOCK_N):
+        j = start + n
+        there = j < end
+        place = cached + j[:, None].to(tl.int64) * SIZE + d[None, :]
+        inside = there[:, None] & in_head[None, :]
+        key = tl.load(key_cache + place, mask=inside, other=0.0)
+        value = tl.load(value_cache + place, mask=inside, other=0.0)
+        visible = there[None, :] & real[:, None]
+        if WINDOW > 0:
+            visible = visible & (position[:, None] - j[None, :] < WINDOW)
+        m, l, acc = _tile(query, tl.trans(key), value, m, l, acc, visible, scale, softcap, HAS_SOFTCAP)
+
+    if split == SPLITS - 1:
+        for start in range(0, rows, BLOCK_N):
+            t = start + n
+            there = t < rows
+            inside = there[:, None] & in_head[None, :]
+            key_from = k + b.to(tl.int64) * k_batch + kv_head * k_head + t[:, None] * k_row + d[None, :]
+            value_from = v + b.to(tl.int64) * v_batch + kv_head * v_head + t[:, None] * v_row + d[None, :]
+            key = tl.load(key_from, mask=inside, other=0.0)
+            value = tl.load(value_from, mask=inside, other=0.0)
+            if tile == 0:
+                place = cached + (length + t)[:, None].to(tl.int64) * SIZE + d[None, :]
+                tl.store(key_cache + place, key, mask=inside)
+                tl.store(value_cache + place, value, mask=inside)
+            visible = there[None, :] & real[:, None]
+            if HAS_TREE:
+                allowed = tree_mask + (b * rows + s[:, None]) * rows + t[None, :]
+                visible = visible & (tl.load(allowed, mask=visible, other=0) != 0)
+            elif CAUSAL:
+                visible = visible & (t[None, :] <= s[:, None])
+            if WINDOW > 0:
+                visible = visible & (s[:, None] - t[None, :] < WINDOW) & (t[None, :] - s[:, None] < WINDOW)
+            m, l, acc = _tile(query, tl.trans(key), value, m, l, acc, visible, scale, softcap, HAS_SOFTCAP)
+
+    if SPLITS == 1:
+        if HAS_SINKS:
+            sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * LOG2E
+            top = tl.maximum(m, sink)
+            l = l * tl.exp2(m - top) + tl.exp2(sink - top)
+            acc = acc * tl.exp2(m - top)[:, None]
+        out_at = out + b.to(tl.int64) * out_batch + head[:, None] * out_head + s[:, None] * out_row + d[None, :]
+        result = acc / l[:, None]
+        tl.store(out_at, result.to(out.dtype.element_ty), mask=real[:, None] & in_head[None, :])
+    else:
+        part = (sequence_head * SPLITS + split) * GROUPS * rows + row
+        tl.store(partial_m + part, m, mask=real)
+        tl.store(partial_l + part, l, mask=real)
+        tl.store(
+            partial_acc + part[:, None].to(tl.int64) * SIZE + d[None, :], acc, mask=real[:, None] & in_head[None, :]
+        )
+
+
+@triton.jit
+def combine(
+    partial_m, partial_l, partial_acc, sinks, out, out_batch, out_head, out_row, rows, kv_heads,
+    SIZE: tl.constexpr, BLOCK_D: tl.constexpr, GROUPS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """Joins the parts of one query row. Grid (G*S, B * Hkv)."""
+    row, sequence_head = tl.program_id(0), tl.program_id(1)
+    b, head = sequence_head // kv_heads, sequence_head % kv_heads * GROUPS + row // rows
+    split, d = tl.arange(0, BLOCK_SPLITS), tl.arange(0, BLOCK_D)
+    part = (sequence_head * SPLITS + split) * GROUPS * rows + row
+    there = split < SPLITS
+    m = tl.load(partial_m + part, mask=there, other=float("-inf"))
+    l = tl.load(partial_l + part, mask=there, other=0.0)
+    inside = there[:, None] & (d < SIZE)[None, :]
+    acc = tl.load(partial_acc + part[:, None].to(tl.int64) * SIZE + d[None, :], mask=inside, other=0.0)
+    top = tl.max(m, 0)
+    total = 0.0
+    if HAS_SINKS:
+        sink = tl.load(sinks + head).to(tl.float32) * LOG2E
+        top = tl.maximum(top, sink)
+        total = tl.exp2(sink - top)
+    weight = tl.exp2(m - top)
+    total += tl.sum(l * weight, 0)
+    result = tl.sum(acc * weight[:, None], 0) / total
+    out_at = out + b.to(tl.int64) * out_batch + head * out_head + row % rows * out_row + d
+    tl.store(out_at, result.to(out.dtype.element_ty), mask=d < SIZE)
+
+
+def tiles(groups: int, rows: int, size: int) -> dict[str, int]:
+    """Block sizes for a head of `size` and `groups * rows` query rows: enough rows for a tensor-core product, at most 64."""
+    wide = triton.next_power_of_2(size)
+    return {
+        "BLOCK_D": max(16, wide),
+        "BLOCK_M": min(64, max(16, triton.next_power_of_2(groups * rows))),
+        "BLOCK_N": 32 if wide > 128 else 64,
+    }
+
+
+def splits_for(batch: int, kv_heads: int, row_tiles: int, capacity: int, processors: int) -> int:
+    """Parts of the cache so that every multiprocessor has work, each at least 256 rows; fixed by the capacity, not the
+    length, so that one CUDA graph serves a sequence as it grows."""
+    wanted = -(-processors // max(1, batch * kv_heads * row_tiles))
+    return max(1, min(wanted, capacity // 256, 64))
+
+
+def append_and_attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    at: torch.Tensor,
+    sinks: torch.Tensor | None = None,
+    tree_mask: torch.Tensor | None = None,
+    *,
+    causal: bool,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    splits: int | None = None,
+) -> torch.Tensor:
+    """Launch the kernel. The caches must be contiguous; q, k and v need unit stride in their last axis only.
+
+    `splits` None: as many as fill the device.
+    """
+    batch, heads, rows, size = q.shape
+    kv_heads, capacity = key_cache.shape[1], key_cache.shape[2]
+    groups = heads // kv_heads
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    block = tiles(groups, rows, size)
+    row_tiles = triton.cdiv(groups * rows, block["BLOCK_M"])
+    if splits is None:
+        processors = (
+            torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 1
+        )
+        splits = splits_for(batch, kv_heads, row_tiles, capacity, processors)
+    out = q.new_empty(batch, rows, heads, size).transpose(1, 2)  # as the output projection wants it
+    shape = (batch * kv_heads, splits, groups * rows) if splits > 1 else (0,)
+    m, l = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
+    acc = torch.empty((*shape, size), dtype=torch.float32, device=q.device)
+    strides = [stride for x in (q, k, v, out) for stride in x.stride()[:3]]
+    attend[row_tiles, batch * kv_heads, splits](
+        q, k, v, key_cache, value_cache, at, sinks, tree_mask, out, m, l, acc, *strides,
+        rows, capacity, kv_heads, scale, softcap or 0.0,
+        SIZE=size, GROUPS=groups, SPLITS=splits, CAUSAL=causal, WINDOW=window or 0, HAS_TREE=tree_mask is not None,
+        HAS_SINKS=sinks is not None, HAS_SOFTCAP=softcap is not None, **block,
+    )  # fmt: skip
+    if splits > 1:
+        combine[groups * rows, batch * kv_heads](
+            m, l, acc, sinks, out, *out.stride()[:3], rows, kv_heads,
+            SIZE=size, BLOCK_D=block["BLOCK_D"], GROUPS=groups, SPLITS=splits,
+            BLOCK_SPLITS=triton.next_power_of_2(splits), HAS_SINKS=sinks is not None,
+        )  # fmt: skip
+    return out
