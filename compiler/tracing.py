@@ -334,6 +334,12 @@ def freeze_rope(model: nn.Module, max_positions: int, owner: str = "target") -> 
         )
 
 
+def _export(module: nn.Module, example: tuple, shapes: Any) -> torch.export.ExportedProgram:
+    # Hashing every call's arguments for the cache of fake results costs more than computing those results again.
+    with torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
+        return torch.export.export(module, example, dynamic_shapes=shapes, strict=False)
+
+
 def _trace(name: str, module: nn.Module, example: tuple, rows: int, output_shapes) -> Stage:
     """Export with a dynamic batch and a dynamic axis 1 of the first `rows` inputs."""
     dynamic = torch.export.Dim.DYNAMIC
@@ -343,7 +349,7 @@ def _trace(name: str, module: nn.Module, example: tuple, rows: int, output_shape
     names = list(inspect.signature(module.forward).parameters)[:-1]  # the last takes all caches
     shapes = (*shapes[: len(names)], tuple(shapes[len(names) :]))
     try:
-        program = torch.export.export(module.eval(), example, dynamic_shapes=shapes, strict=False)
+        program = _export(module.eval(), example, shapes)
     except UserError:
         raise
     except Exception as error:
@@ -446,5 +452,5 @@ def trace_step(
         *([batch] if chain else []),
     )
     with callable_stages(*stages):
-        program = torch.export.export(step, example, dynamic_shapes=shapes, strict=False)
+        program = _export(step, example, shapes)
     return flat_copy(program.module(check_guards=False))

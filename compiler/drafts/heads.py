@@ -104,8 +104,8 @@ class MarkovHead(SerialHead):
         if self.config.head == "markov_gated":
             return torch.sigmoid(self.gate_proj(torch.cat([hidden, w], dim=-1))) * w, None
         gate, candidate, out = self.joint_proj(torch.cat([state, w, hidden], dim=-1)).chunk(3, dim=-1)
-        gate = torch.sigmoid(gate)
-        return torch.tanh(out), gate * state + (1.0 - gate) * torch.tanh(candidate)
+        candidate = torch.tanh(candidate)
+        return torch.tanh(out), candidate + torch.sigmoid(gate) * (state - candidate)
 
 
 class DominoHead(SerialHead):
@@ -133,7 +133,7 @@ class DominoHead(SerialHead):
         s_reset, s_update, s_new = F.linear(state, self.prefix_gru.weight_hh_l0).chunk(3, dim=-1)
         new = torch.tanh(x_new + torch.sigmoid(x_reset + s_reset) * s_new)
         update = torch.sigmoid(x_update + s_update)
-        state = (1.0 - update) * new + update * state
+        state = new + update * (state - new)
         return self.embed_proj[1](self.embed_proj[0](torch.cat([hidden, state], dim=-1))), state
 
 
