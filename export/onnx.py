@@ -21,11 +21,11 @@ from torch import fx
 from torch.onnx._internal.exporter import _core, _decomp, _errors, _ir_passes, _registration
 
 from speccompile.export.errors import UserError
-from speccompile.plugins.block_attention import block_attention
+from speccompile.plugins.block_attention import block_attention, tensorrt_native
 from speccompile.plugins.block_attention import onnx as block_attention_onnx
 from speccompile.plugins.group_query_attention import group_query_attention
 from speccompile.plugins.group_query_attention import onnx as group_query_attention_onnx
-from speccompile.plugins.kv_append import kv_append
+from speccompile.plugins.kv_append import kv_append, kv_append_pair
 from speccompile.plugins.kv_append import onnx as kv_append_onnx
 
 OPSET = 24
@@ -40,6 +40,11 @@ def _linear(x, weight, bias=None):
     return y if bias is None else op.Add(y, bias)
 
 
+def _matmul(x, weight, bias=None):
+    y = op.MatMul(x, op.Transpose(weight, perm=[1, 0]))
+    return y if bias is None else op.Add(y, bias)
+
+
 def _cast(x, dtype, *unused, **also_unused):
     return op.Cast(x, to=int(dtype))
 
@@ -48,8 +53,18 @@ def _rms_norm(x, shape, weight, eps):
     return _opset23.RMSNormalization(x, weight, axis=-1, epsilon=eps)
 
 
+_LOWERINGS = {
+    "onnxruntime": {},
+    "tensorrt-rtx": {
+        torch.ops.aten.linear.default: _matmul,
+        block_attention._opoverload: tensorrt_native.translate,
+    },
+}
+"""What a back end translates otherwise."""
+
+
 @functools.cache
-def _registry() -> _registration.ONNXRegistry:
+def _registry(lowering: str = "onnxruntime") -> _registration.ONNXRegistry:
     for quiet in ("_registration", "_core"):  # torchvision is not needed, and module names are dropped anyway
         logging.getLogger(f"torch.onnx._internal.exporter.{quiet}").setLevel(logging.ERROR)
     _register_fused_matmul()
@@ -63,8 +78,10 @@ def _registry() -> _registration.ONNXRegistry:
         torch.ops.aten.__or__.Tensor: lambda a, b: op.Or(a, b),
         torch.ops.aten.__and__.Tensor: lambda a, b: op.And(a, b),
         kv_append._opoverload: kv_append_onnx.translate,
+        kv_append_pair._opoverload: kv_append_onnx.translate_pair,
         block_attention._opoverload: block_attention_onnx.translate,
         group_query_attention._opoverload: group_query_attention_onnx.translate,
+        **_LOWERINGS[lowering],
     }.items():
         registry.register_op(target, translation)
     return registry
@@ -110,13 +127,18 @@ def decompose(program: torch.export.ExportedProgram) -> torch.export.ExportedPro
 
 
 def to_onnx(
-    graph_module: fx.GraphModule, inputs: list[str], outputs: list[str], dims: Mapping[str, list]
+    graph_module: fx.GraphModule,
+    inputs: list[str],
+    outputs: list[str],
+    dims: Mapping[str, list],
+    lowering: str = "onnxruntime",
 ) -> ir.Model:
     """Translate a functional ATen graph whose parameters are `get_attr` nodes.
 
     Args:
         inputs, outputs: names for the placeholders and returned values, in order.
         dims: shape of every input and output as a list of ints and dimension names.
+        lowering: the back end whose operators to use.
     """
     graph = graph_module.graph
     for node in graph.nodes:
@@ -131,7 +153,7 @@ def to_onnx(
                 graph_like=model.graph,
                 owned_graphs={},
                 lower="at_conversion",
-                registry=_registry(),
+                registry=_registry(lowering),
             )
     except _errors.ConversionError as error:
         if os.environ.get("SPECCOMPILE_DEBUG") == "1":

@@ -1,6 +1,7 @@
 """Graph to graph: one file a pass, each a function `Program, … -> how often it matched`.
 
-`PIPELINE` is the order they run in. A pass in `REQUIRED` that matches nothing is an error of the build.
+`COMMON` is the order they run in, before those of the back end (`LOWERINGS`). A pass in `REQUIRED` that matches
+nothing is an error of the build.
 """
 
 import os
@@ -14,19 +15,24 @@ from speccompile.passes.fuse_projections import fuse_projections
 from speccompile.passes.fuse_rms_norm import fuse_rms_norm
 from speccompile.passes.gather_verified_rows import gather_verified_rows
 from speccompile.passes.lower_group_query_attention import lower_group_query_attention
+from speccompile.passes.one_update_per_cache import one_update_per_cache
 from speccompile.passes.program import Program
 from speccompile.passes.promote_types import promote_types
 from speccompile.passes.share_parameters import share_parameters
 
-PIPELINE: list[Callable[[Program], int]] = [
+Pass = Callable[[Program], int]
+COMMON: list[Pass] = [
     drop_noops,
     share_parameters,
     gather_verified_rows,
     fuse_projections,
     fuse_rms_norm,
-    lower_group_query_attention,
     promote_types,
 ]
+LOWERINGS: dict[str, list[Pass]] = {
+    "onnxruntime": [lower_group_query_attention],
+    "tensorrt-rtx": [one_update_per_cache],
+}
 REQUIRED = {"gather_verified_rows"}
 
 
@@ -37,10 +43,12 @@ class PassResult:
     seconds: float
 
 
-def run_passes(program: Program, debug_directory: Path | None = None) -> list[PassResult]:
-    """Run the pipeline in place. With SPECCOMPILE_DEBUG=1 the graph after each pass is written as text."""
+def run_passes(
+    program: Program, lowering: str = "onnxruntime", debug_directory: Path | None = None
+) -> list[PassResult]:
+    """Run the pipeline of a back end in place. With SPECCOMPILE_DEBUG=1 each pass's graph is written as text."""
     results = []
-    for position, rewrite in enumerate(PIPELINE):
+    for position, rewrite in enumerate([*COMMON, *LOWERINGS[lowering]]):
         start = time.perf_counter()
         matches = rewrite(program)
         if not matches and rewrite.__name__ in REQUIRED:

@@ -15,6 +15,7 @@ from speccompile.plugins.kv_append import kv_append
 pytest.importorskip("triton")
 from speccompile.plugins.block_attention.kernel import append_and_attend  # noqa: E402
 
+
 @pytest.fixture(autouse=True, scope="module")
 def bfloat16_products():
     """The interpreter keeps bfloat16 as bits and multiplies those (Triton 3.9): decode them first."""
@@ -43,7 +44,9 @@ def cases(draw):
     capacity = rows + draw(st.sampled_from([0, 7, 64, 150]))
     dtype = draw(st.sampled_from(list(TOLERANCE)))
     torch.manual_seed(draw(st.integers(0, 10**6)))
-    q = torch.randn(batch, rows, kv_heads * groups, size, dtype=dtype).transpose(1, 2)  # as projections leave them
+    q = torch.randn(batch, rows, kv_heads * groups, size, dtype=dtype).transpose(
+        1, 2
+    )  # as projections leave them
     k, v = torch.randn(2, batch, kv_heads, rows, size, dtype=dtype)
     caches = torch.randn(2, batch, kv_heads, capacity, size, dtype=dtype)
     at = torch.tensor([draw(st.integers(0, capacity - rows)) for _ in range(batch)])
@@ -82,7 +85,9 @@ def test_a_tree_mask_replaces_causality(case, seed):
     key, value = kv_append(key_cache, k, at).float(), kv_append(value_cache, v, at).float()
     groups = heads // k.shape[1]
     visible = torch.arange(key.shape[2]) < at[:, None, None].expand(batch, rows, 1)
-    visible = torch.stack([row.index_copy(1, a + torch.arange(rows), t) for row, a, t in zip(visible, at, tree)])
+    visible = torch.stack(
+        [row.index_copy(1, a + torch.arange(rows), t) for row, a, t in zip(visible, at, tree)]
+    )
     scores = q.float() @ key.repeat_interleave(groups, 1).mT * options["scale"]
     if options["softcap"]:
         scores = options["softcap"] * torch.tanh(scores / options["softcap"])

@@ -19,3 +19,22 @@ def kv_append(cache: torch.Tensor, new: torch.Tensor, at: torch.Tensor) -> torch
 @kv_append.register_fake
 def _(cache, new, at):
     return torch.empty_like(cache)
+
+
+@torch.library.custom_op("speccompile::kv_append_pair", mutates_args=())
+def kv_append_pair(
+    cache: torch.Tensor, first: torch.Tensor, at: torch.Tensor, second: torch.Tensor, second_at: torch.Tensor
+) -> torch.Tensor:
+    """`kv_append(kv_append(cache, first, at), second, second_at)` in one update of S1 + S2 rows, for runtimes that take
+    one per cache and step. Needs at <= second_at <= at + S1 and at + S1 + S2 <= C; rows from second_at + S2 on are
+    left with anything."""
+    offset = (second_at - at)[:, None]
+    row = torch.arange(first.shape[2] + second.shape[2], device=at.device)
+    pick = torch.where(row < offset, row, first.shape[2] + (row - offset).clamp(max=second.shape[2] - 1))
+    both = torch.cat([first, second], dim=2)
+    return kv_append(cache, both.gather(2, pick[:, None, :, None].expand_as(both)), at)
+
+
+@kv_append_pair.register_fake
+def _(cache, first, at, second, second_at):
+    return torch.empty_like(cache)
