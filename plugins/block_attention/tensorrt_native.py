@@ -1,12 +1,14 @@
 """Lowering of `block_attention` to layers that TensorRT-RTX fuses: `Attention` over the whole capacity and one additive mask.
 
 TensorRT's parser ignores `nonpad_kv_seqlen` and takes `is_causal` from the top left, so lengths, causality and window
-are all in the mask [B, 1, S, C]. It depends on positions alone: layers of one kind share it, once a step.
+are all in the mask. It depends on positions alone: layers of one kind share it, once a step.
+
+TensorRT-RTX 1.7 computes grouped-query attention by copying keys and values out to every query head, whole caches each
+step. So the G query heads of a group become G times as many rows of one head: q [B, Hq, S, D] is read as
+[B, Hkv, G*S, D], row g*S + s at position q_at + s, with the mask [B, 1, G*S, C].
 """
 
 from onnxscript.values import Opset
-
-from speccompile.export.errors import UserError
 
 op = Opset("", 18)
 _opset24 = Opset("", 24)
@@ -14,20 +16,15 @@ HIDDEN = -30000.0  # far below any score, and finite in float16, so that no row'
 
 
 def translate(q, key_cache, value_cache, q_at, sinks=None, *, causal, scale, window=None, softcap=None):
-    for feature, asked in (
-        ("attention sinks", sinks is not None),
-        ("a soft-cap on attention scores", softcap),
-    ):
-        if asked:
-            raise UserError(
-                f"TensorRT's own attention layer cannot compute {feature}, which this pair needs; give --plugin."
-            )
-    one = op.Constant(value_ints=[1])
+    assert sinks is None and not softcap  # refused before: that layer has neither
+    heads, kv_heads, size, value_size = q.shape[1], key_cache.shape[1], q.shape[3], value_cache.shape[3]
     rows, capacity = op.Shape(q, start=2, end=3), op.Shape(key_cache, start=2, end=3)
-    position = op.Unsqueeze(op.Add(op.Unsqueeze(q_at, one), _arange(rows)), op.Constant(value_ints=[1, 3]))
+    one = op.Constant(value_ints=[1])
+    row = op.Mod(_arange(op.Mul(rows, op.Constant(value_ints=[heads // kv_heads]))), rows)  # [G*S]
+    position = op.Unsqueeze(op.Add(op.Unsqueeze(q_at, one), row), op.Constant(value_ints=[1, 3]))
     column = _arange(capacity)
     if causal:
-        visible = op.LessOrEqual(column, position)  # [B, 1, S, C]
+        visible = op.LessOrEqual(column, position)  # [B, 1, G*S, C]
     else:
         last = op.Unsqueeze(op.Sub(op.Add(q_at, rows), one), op.Constant(value_ints=[1, 2, 3]))
         visible = op.LessOrEqual(column, op.Add(last, op.Mul(position, op.Constant(value_int=0))))
@@ -36,8 +33,9 @@ def translate(q, key_cache, value_cache, q_at, sinks=None, *, causal, scale, win
         near = op.Less(distance if causal else op.Abs(distance), op.Constant(value_ints=[window]))
         visible = op.And(visible, near)
     mask = op.Where(visible, op.CastLike(0.0, q), op.CastLike(HIDDEN, q))
-    out, *_ = _opset24.Attention(q, key_cache, value_cache, mask, scale=scale)
-    return out
+    folded = op.Reshape(q, op.Constant(value_ints=[0, kv_heads, -1, size]))
+    out, *_ = _opset24.Attention(folded, key_cache, value_cache, mask, scale=scale)
+    return op.Reshape(out, op.Constant(value_ints=[0, heads, -1, value_size]))
 
 
 def _arange(length):
