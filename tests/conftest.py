@@ -1,9 +1,11 @@
+import os
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton
 sys.path.insert(0, str(Path(__file__).parent))
 torch.set_num_threads(1)  # tests run in parallel, one process a core
 

@@ -294,7 +294,7 @@ def test_a_killed_build_leaves_no_engine_and_the_next_one_cleans_up(pair, signum
     assert not out.exists()
     if signum != signal.SIGKILL:
         assert not leftover()
-    subprocess.run(list(map(str, command)), check=True, capture_output=True)
+    built(pair)
     assert out.is_dir() and not leftover()
 
 

@@ -1,11 +1,16 @@
 """The commands as a shell runs them, on tiny engines."""
 
+import contextlib
+import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import onnx
@@ -13,17 +18,33 @@ import pytest
 import tiny
 from builder import eager_greedy
 
+from speccompile.compiler import cli
 from speccompile.compiler.build import BuildOptions, build
 from speccompile.runtime import Engine
 
 ROOT = Path(__file__).parent.parent
 
 
-def speccompile(*arguments, code=0, **options):
-    command = [sys.executable, "-m", "speccompile.compiler.cli", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, **options)
-    assert done.returncode == code, done.stderr
-    return done
+def speccompile(*arguments, code=0, env=None):
+    """The command's entry point, in this process: a start of Python and torch would cost seconds each time."""
+    printed, said = io.StringIO(), io.StringIO()
+    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+    with (
+        mock.patch.object(sys, "argv", ["speccompile", *map(str, arguments)]),
+        mock.patch.dict(os.environ, env or {}),
+        contextlib.redirect_stdout(printed),
+        contextlib.redirect_stderr(said),
+    ):
+        try:
+            cli.main()
+            found = 0
+        except SystemExit as ended:
+            found = ended.code or 0
+        finally:
+            for signum, handler in handlers.items():
+                signal.signal(signum, handler)
+    assert found == code, said.getvalue()
+    return SimpleNamespace(stdout=printed.getvalue(), stderr=said.getvalue())
 
 
 @pytest.mark.parametrize(
@@ -36,7 +57,7 @@ def test_help_teaches(command):
 
 
 def test_help_states_the_defaults():
-    text = " ".join(speccompile("build", "--help", env=os.environ | {"COLUMNS": "200"}).stdout.split())
+    text = " ".join(speccompile("build", "--help", env={"COLUMNS": "200"}).stdout.split())
     for words in (
         "[default: as the draft was trained]",
         "[default: the target's, at most 2048]",
@@ -96,7 +117,7 @@ def test_drafts_lists_every_format():
     rows = json.loads(speccompile("drafts", "--json").stdout)
     assert {row["format"] for row in rows} >= {"speccompile", "z-lab DFlash", "speculators dspark", "EAGLE-3"}
     assert all(row["families"] and row["recognised_by"] for row in rows)
-    text = speccompile("drafts", env=os.environ | {"COLUMNS": "60"}).stdout
+    text = speccompile("drafts", env={"COLUMNS": "60"}).stdout
     for row in rows:
         assert row["format"].split()[-1] in text
 
@@ -182,7 +203,7 @@ def test_inspect_describes_the_contract(pairs, tmp_path):
     assert d["operations"]["rank0.plain.onnx"]["com.microsoft::GroupQueryAttention"] == 4
     one, eight, _ = d["memory"]
     assert one["target_caches"] == 2 * 4 * 2 * 72 * 8 * 4 and eight["draft_caches"] == 8 * one["draft_caches"]
-    text = speccompile("inspect", path, env={"COLUMNS": "200", "PATH": ""}).stdout
+    text = speccompile("inspect", path, env={"COLUMNS": "200"}).stdout
     for words in ("causal-depth draft", "Step contract", "GroupQueryAttention", "fuse_projections", "total"):
         assert words in text
     for name in ("graph.html", "graph.txt", "graph.onnx"):

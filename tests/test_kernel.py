@@ -1,9 +1,5 @@
 """The block-attention kernel against its reference, in Triton's interpreter, and compiled for every architecture."""
 
-import os
-
-os.environ.setdefault("TRITON_INTERPRET", "1")
-
 import pytest
 import torch
 from hypothesis import given, settings
