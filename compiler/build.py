@@ -13,13 +13,14 @@ import onnx_ir as ir
 import torch
 from transformers import PretrainedConfig
 
-from speccompile.compiler import checkpoint, referee, tracing
+from speccompile.compiler import backends, checkpoint, referee, tracing
+from speccompile.compiler.backends import Backend
 from speccompile.compiler.drafts.config import DraftConfig
 from speccompile.compiler.drafts.loading import load_draft, resolve_draft
 from speccompile.compiler.stages import Stage, flat_copy, inline
 from speccompile.compiler.step import Step
 from speccompile.export import directory as engine
-from speccompile.export import memory
+from speccompile.export import memory, tensorrt
 from speccompile.export.engine_config import build_config, pretrained_config
 from speccompile.export.errors import UserError
 from speccompile.export.onnx import to_onnx
@@ -29,7 +30,6 @@ from speccompile.passes.program import Program
 from speccompile.passes.tap_hidden_states import tap_hidden_states
 
 DEFAULT_MAX_SEQ_LEN = 2048
-BACKENDS = ("onnxruntime",)
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,13 @@ class BuildOptions:
     max_seq_len: int | None = None
     """None: what the target allows, at most 2048."""
     max_batch_size: int = 8
-    dtype: str = "float32"
+    dtype: str | None = None
+    """None: the back end's first."""
     backend: str = "onnxruntime"
+    sm: tuple[int, ...] = ()
+    """TensorRT: compute capabilities to build for (89 for 8.9); empty: all that have the dtype."""
+    prefill_chunk: int = 512
+    """TensorRT: most rows of a step, the upper end of its second profile."""
     force: bool = False
     trust_remote_code: bool = False
 
@@ -57,6 +62,8 @@ class BuildLog:
     """What happened, for the report: seconds of each stage and what each pass matched."""
 
     announce: Callable[[str], None] = lambda stage: None
+    advance: Callable[[str, int, int], None] = lambda phase, step, of: None
+    """Called within a stage that knows how far it is."""
     stages: dict[str, float] = field(default_factory=dict)
     passes: dict[str, list[PassResult]] = field(default_factory=dict)
 
@@ -72,7 +79,7 @@ def build(options: BuildOptions, log: BuildLog | None = None) -> dict[str, Any]:
     """Build an engine directory at `options.out` and return its report. Raises UserError for what a user can mend."""
     log = log or BuildLog()
     with log.stage("check"):
-        _check_options(options)
+        backend, options = _check_options(options)
         target_path, draft_path = checkpoint.resolve(options.target), checkpoint.resolve(options.draft)
         config = checkpoint.target_config(target_path, options.trust_remote_code)
         draft_config = _draft_options(options, resolve_draft(draft_path, config))
@@ -103,33 +110,35 @@ def build(options: BuildOptions, log: BuildLog | None = None) -> dict[str, Any]:
             fused, taps = _fuse(
                 width, target, (inject, propose), draft_config, options, caches, capacity, dtype
             )
-            target_caches = {name: shape for name, shape in caches.items() if name.startswith("target.")}
-            plain, no_taps = _fuse(1, target, (), None, options, target_caches, capacity, dtype)
-            plain.merged = fused.merged
+            programs = [(backend.step_file, fused, width, taps)]
+            if backend.plain_file:
+                target_caches = {name: shape for name, shape in caches.items() if name.startswith("target.")}
+                plain, no_taps = _fuse(1, target, (), None, options, target_caches, capacity, dtype)
+                plain.merged = fused.merged
+                programs.append((backend.plain_file, plain, 1, no_taps))
         models = {}
-        for name, program, rows, tapped in (
-            (engine.STEP, fused, width, taps),
-            (engine.PLAIN, plain, 1, no_taps),
-        ):
+        for name, program, rows, tapped in programs:
             with log.stage(f"passes ({name})"):
-                log.passes[name] = [tapped, *run_passes(program)]
+                log.passes[name] = [tapped, *run_passes(program, backend.lowering)]
+            if backend.is_tensorrt:
+                tensorrt.check_program(program.graph_module)
             with log.stage(f"export {name}"):
+                dims = _dims(program, caches, capacity, rows)
                 models[name] = to_onnx(
-                    program.graph_module,
-                    program.inputs,
-                    program.outputs,
-                    _dims(program, caches, capacity, rows),
+                    program.graph_module, program.inputs, program.outputs, dims, backend.lowering
                 )
         settings = {
             "contract_version": engine.CONTRACT_VERSION,
             "backend": options.backend,
             "dtype": options.dtype,
+            "step_file": backend.step_file,
+            "plain_file": backend.plain_file,
             "block_width": width,
             "max_seq_len": max_seq_len,
             "max_batch_size": options.max_batch_size,
             "capacity": capacity,
             "caches": {name: {"heads": heads, "size": size} for name, (heads, size) in caches.items()},
-            "aliases": {engine.STEP: fused.aliases, engine.PLAIN: plain.aliases},
+            "aliases": {name: program.aliases for name, program, *_ in programs},
             "stop_token_ids": checkpoint.stop_token_ids(target_path, config),
             "vocab_size": config.get_text_config().vocab_size,
             "target": {
@@ -145,26 +154,80 @@ def build(options: BuildOptions, log: BuildLog | None = None) -> dict[str, Any]:
                 **asdict(draft_config),
             },
         }
-        with log.stage("write"):
-            return _write(building, options, models, settings, config, target_path, log)
+        settings["tensors"] = _tensors(models[backend.step_file], fused.aliases)
+        facts = {"nodes": {name: len(model.graph) for name, model in models.items()}}
+        if backend.is_tensorrt:
+            with log.stage("build engine"), _written(options.out):
+                facts["tensorrt"] = _build_tensorrt(building, options, models, settings, log)
+                models = {}
+        with log.stage("write"), _written(options.out):
+            return _write(building, options, models, settings, config, target_path, log, facts)
 
 
-def _check_options(options: BuildOptions) -> None:
+def _tensors(model: ir.Model, aliases: dict[str, str]) -> list[dict[str, Any]]:
+    """The step's inputs and outputs, with the input whose buffer an output is bound to."""
+    return [
+        {
+            "name": value.name,
+            "role": role,
+            "dtype": value.dtype.numpy().name,
+            "shape": [dim if isinstance(dim, int) else dim.value for dim in value.shape],
+        }
+        | ({"bound_to": aliases[value.name]} if value.name in aliases else {})
+        for role, values in (("input", model.graph.inputs), ("output", model.graph.outputs))
+        for value in values
+    ]
+
+
+@contextlib.contextmanager
+def _written(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{out} could not be written ({error.strerror or error}); nothing was left behind."
+        ) from None
+
+
+def _build_tensorrt(
+    building: Path, options: BuildOptions, models: dict[str, ir.Model], settings: dict[str, Any], log: BuildLog
+) -> dict[str, Any]:
+    """Build the step's engine. Returns what the report says of it; its profiles go into the settings."""
+    (name, model), *_ = models.items()
+    chunk = min(options.prefill_chunk, settings["max_seq_len"])
+    profiles = tensorrt.step_profiles(model, settings["block_width"], chunk, options.max_batch_size)
+    settings["prefill_chunk"] = chunk
+    architectures = options.sm or tuple(
+        sm for sm in tensorrt.ARCHITECTURES if not (options.dtype == "bfloat16" and sm == 75)
+    )
+    return tensorrt.build_engine(model, building / name, profiles, architectures, log.advance)
+
+
+def _check_options(options: BuildOptions) -> tuple[Backend, BuildOptions]:
+    """The back end, and the options with its dtype where none was given."""
     engine.check_destination(options.out, options.force)
-    if options.backend not in BACKENDS:
+    backend = backends.choose(options.backend)
+    options = replace(options, dtype=options.dtype or backend.dtypes[0])
+    if options.dtype not in backend.dtypes:
         raise UserError(
-            f"--backend {options.backend} is not available; choose one of: {', '.join(BACKENDS)}."
+            f"--dtype {options.dtype} is not something {backend.name} computes in here; choose one of: {', '.join(backend.dtypes)}."
         )
-    if options.dtype not in checkpoint.DTYPES:
-        raise UserError(
-            f"--dtype {options.dtype} is not something ONNX Runtime computes in on a CPU; choose one of: {', '.join(checkpoint.DTYPES)}."
-        )
+    if backend.is_tensorrt:
+        tensorrt.check_installed()
+        tensorrt.check_architectures(options.sm, options.dtype)
+        if options.prefill_chunk < (options.block_width or 1):
+            raise UserError(
+                f"--prefill-chunk {options.prefill_chunk} is less than one block; give at least the block width."
+            )
+    elif options.sm:
+        raise UserError(f"--sm is of no use to --backend {backend.name}, which runs on a {backend.runs_on}.")
     if options.block_width is not None and options.block_width < 2:
         raise UserError(
             f"--block-width {options.block_width} leaves no row to propose with; give at least 2 (one anchor and one proposal)."
         )
     if options.max_batch_size < 1:
         raise UserError(f"--max-batch-size {options.max_batch_size} is not a batch; give at least 1.")
+    return backend, options
 
 
 def _draft_options(options: BuildOptions, draft: DraftConfig) -> DraftConfig:
@@ -313,45 +376,38 @@ def _write(
     config: PretrainedConfig,
     target_path: Path,
     log: BuildLog,
+    facts: dict[str, Any],
 ) -> dict[str, Any]:
-    try:
+    """Write everything but a TensorRT engine, which lies there already. `facts` of the build join the report."""
+    if models:
         externalise(models.values(), building / engine.WEIGHTS)
-        for name, model in models.items():
-            ir.save(model, building / name)
-        for name in engine.TOKENIZER_FILES:
-            if (target_path / name).exists():
-                shutil.copyfile(target_path / name, building / name)
-        engine.write_json(
-            building / "config.json",
-            {
-                "version": version("speccompile"),
-                "pretrained_config": pretrained_config(config, options.dtype, settings["block_width"]),
-                "build_config": build_config(
-                    settings["max_seq_len"], options.max_batch_size, settings["block_width"]
-                ),
-                "speccompile": settings,
-            },
-        )
-        report = {
-            "stages": log.stages,
-            "passes": {name: [asdict(result) for result in results] for name, results in log.passes.items()},
-            "nodes": {name: len(model.graph) for name, model in models.items()},
-            "bytes": {path.name: path.stat().st_size for path in sorted(building.iterdir())},
-            "draft": settings["draft"],
-            "cache_bytes_per_sequence": {
-                owner: memory.cache_bytes(settings, owner) for owner in ("target", "draft")
-            },
-        }
-        engine.write_json(building / "report.json", report)
-        engine.write_manifest(
-            building,
-            {
-                name: version(name)
-                for name in ("speccompile", "torch", "transformers", "onnx", "onnxscript", "onnxruntime")
-            },
-        )
-    except OSError as error:
-        raise UserError(
-            f"{options.out} could not be written ({error.strerror or error}); nothing was left behind."
-        ) from None
+    for name, model in models.items():
+        ir.save(model, building / name)
+    for name in engine.TOKENIZER_FILES:
+        if (target_path / name).exists():
+            shutil.copyfile(target_path / name, building / name)
+    engine.write_json(
+        building / "config.json",
+        {
+            "version": version("speccompile"),
+            "pretrained_config": pretrained_config(config, options.dtype, settings["block_width"]),
+            "build_config": build_config(
+                settings["max_seq_len"], options.max_batch_size, settings["block_width"]
+            ),
+            "speccompile": settings,
+        },
+    )
+    report = {
+        "stages": log.stages,
+        "passes": {name: [asdict(result) for result in results] for name, results in log.passes.items()},
+        "bytes": {path.name: path.stat().st_size for path in sorted(building.iterdir())},
+        "draft": settings["draft"],
+        "cache_bytes_per_sequence": {
+            owner: memory.cache_bytes(settings, owner) for owner in ("target", "draft")
+        },
+    } | facts
+    engine.write_json(building / "report.json", report)
+    packages = ["speccompile", "torch", "transformers", "onnx", "onnxscript", "onnxruntime"]
+    packages += ["tensorrt-rtx"] * ("tensorrt" in facts)
+    engine.write_manifest(building, {name: version(name) for name in packages})
     return report

@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 from speccompile.export.directory import read_json
 from speccompile.export.errors import UserError
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 

@@ -88,8 +88,31 @@ def build(
         ),
     ] = None,
     max_batch_size: Annotated[int, typer.Option(help="Sequences decoded together.")] = 8,
-    dtype: Annotated[str, typer.Option(help="Type of weights and caches: float32 or float16.")] = "float32",
-    backend: Annotated[str, typer.Option(help="What runs the engine: onnxruntime (CPU).")] = "onnxruntime",
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Type of weights and caches: float32 or float16 for onnxruntime, float16 or bfloat16 for tensorrt-rtx. "
+            "\\[default: the first]",
+            show_default=False,
+        ),
+    ] = None,
+    backend: Annotated[
+        str,
+        typer.Option(
+            help="What runs the engine: onnxruntime (CPU), or tensorrt-rtx (NVIDIA GPUs; built without one)."
+        ),
+    ] = "onnxruntime",
+    sm: Annotated[
+        str | None,
+        typer.Option(
+            metavar="89,120",
+            help="TensorRT: compute capabilities to build for, among 75, 80, 86, 89, 120 and 121. \\[default: all that have the dtype]",
+            show_default=False,
+        ),
+    ] = None,
+    prefill_chunk: Annotated[
+        int, typer.Option(help="TensorRT: most prompt tokens of a sequence in one step.")
+    ] = 512,
     confidence_threshold: Annotated[
         float | None,
         typer.Option(
@@ -114,7 +137,7 @@ def build(
 
     Example: speccompile build --target samples/tiny/target --draft samples/tiny/causal-depth --out engines/tiny
     """
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     from speccompile.compiler.build import BuildLog, BuildOptions
     from speccompile.compiler.build import build as run_build
@@ -130,13 +153,23 @@ def build(
         max_batch_size=max_batch_size,
         dtype=dtype,
         backend=backend,
+        sm=_parse_numbers("--sm", sm),
+        prefill_chunk=prefill_chunk,
         force=force,
         trust_remote_code=trust_remote_code,
     )
-    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     with Progress(*columns, console=err, transient=True) as progress:
         task = progress.add_task("start", total=None)
-        report = run_build(options, BuildLog(announce=lambda stage: progress.update(task, description=stage)))
+        report = run_build(
+            options,
+            BuildLog(
+                announce=lambda stage: progress.update(task, description=stage, completed=0, total=None),
+                advance=lambda phase, step, of: progress.update(
+                    task, description=phase, completed=step, total=of
+                ),
+            ),
+        )
     if as_json:
         print(json.dumps(report))
     else:
@@ -272,6 +305,7 @@ def run(
         raise UserError(
             "--json prints one object at the end; it does not go with --stream or an open --chat."
         )
+    ids = None if prompt_ids is None else list(_parse_numbers("--prompt-ids", prompt_ids))
     loaded = Engine.load(engine, threads)
     options: dict[str, Any] = dict(
         max_new_tokens=max_new_tokens, speculation=not no_speculation, ignore_eos=ignore_eos, stream=stream
@@ -279,7 +313,7 @@ def run(
     if chat and prompt is None:
         converse(loaded, out, **options)
         return
-    answer = generate_one(loaded, prompt, _parse_ids(prompt_ids), chat, **options)
+    answer = generate_one(loaded, prompt, ids, chat, **options)
     summary = answer.pop("summary")
     if as_json:
         print(json.dumps(answer))
@@ -289,13 +323,11 @@ def run(
     err.print(summary, style="dim", soft_wrap=True)
 
 
-def _parse_ids(text: str | None) -> list[int] | None:
-    if text is None:
-        return None
+def _parse_numbers(option: str, text: str | None) -> tuple[int, ...]:
     try:
-        return [int(part) for part in text.split(",")]
+        return tuple(int(part) for part in text.split(",")) if text is not None else ()
     except ValueError:
-        raise UserError(f"--prompt-ids {text!r} is not a list of whole numbers such as 1,2,3.") from None
+        raise UserError(f"{option} {text!r} is not a list of whole numbers such as 1,2,3.") from None
 
 
 @app.command()

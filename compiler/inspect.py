@@ -7,9 +7,10 @@ from typing import Any
 import onnx
 
 from speccompile.export import memory
-from speccompile.export.directory import PLAIN, STEP, EngineDirectory
+from speccompile.export.directory import STEP, WEIGHTS, EngineDirectory
 from speccompile.export.errors import UserError
 from speccompile.export.graph_view import graph_html, graph_text
+from speccompile.export.tensorrt import describe as describe_engine
 
 BATCHES = (1, 8, 32)
 
@@ -17,8 +18,10 @@ BATCHES = (1, 8, 32)
 def describe(engine: EngineDirectory) -> dict[str, Any]:
     """Everything `inspect` shows, as one JSON object. Sizes in bytes."""
     settings, report = engine.settings, engine.report
-    model = _load(engine, STEP)
-    weights = engine.manifest["files"]["rank0.weights"]["bytes"]
+    files = engine.manifest["files"]
+    weights = files[WEIGHTS if WEIGHTS in files else settings["step_file"]]["bytes"]
+    tensorrt = report.get("tensorrt")
+    described = {} if tensorrt is None else tensorrt | describe_engine(engine.path / settings["step_file"])
     return {
         "path": str(engine.path),
         "architecture": engine.config["pretrained_config"]["architecture"],
@@ -35,14 +38,16 @@ def describe(engine: EngineDirectory) -> dict[str, Any]:
         },
         "target": settings["target"],
         "draft": settings["draft"],
-        "inputs": [_tensor(value) for value in model.graph.input],
-        "outputs": [
-            _tensor(value) | _alias(value.name, settings["aliases"][STEP]) for value in model.graph.output
-        ],
+        **{
+            f"{role}s": [tensor for tensor in settings["tensors"] if tensor["role"] == role]
+            for role in ("input", "output")
+        },
         "operations": {
             name: dict(Counter(_operation(node) for node in _load(engine, name).graph.node).most_common())
-            for name in (STEP, PLAIN)
+            for name in settings["aliases"]
+            if tensorrt is None
         },
+        "tensorrt": described,
         "passes": report["passes"],
         "stages": report["stages"],
         "bytes": report["bytes"],
@@ -61,6 +66,10 @@ def describe(engine: EngineDirectory) -> dict[str, Any]:
 
 def write_graph(engine: EngineDirectory, file: Path) -> None:
     """Write the fused step's graph as .html, .txt or .onnx. Raises UserError for another ending."""
+    if engine.settings["step_file"] != STEP:
+        raise UserError(
+            f"{engine.path} holds a TensorRT engine, whose graph is not kept; `inspect` alone lists its kernels."
+        )
     model = _load(engine, STEP)
     try:
         if file.suffix == ".html":
@@ -83,17 +92,3 @@ def _load(engine: EngineDirectory, name: str) -> onnx.ModelProto:
 
 def _operation(node: onnx.NodeProto) -> str:
     return f"{node.domain}::{node.op_type}" if node.domain else node.op_type
-
-
-def _tensor(value: onnx.ValueInfoProto) -> dict[str, Any]:
-    tensor = value.type.tensor_type
-    shape = [dim.dim_param or dim.dim_value for dim in tensor.shape.dim]
-    return {
-        "name": value.name,
-        "dtype": onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type).name,
-        "shape": shape,
-    }
-
-
-def _alias(name: str, aliases: dict[str, str]) -> dict[str, str]:
-    return {"bound_to": aliases[name]} if name in aliases else {}

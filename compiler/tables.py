@@ -32,9 +32,32 @@ def print_build(console: Console, out: Path, report: dict[str, Any]) -> None:
     for name, size in report["bytes"].items():
         sizes.add_row(name, human(size))
     console.print(sizes, "")
+    if "tensorrt" in report:
+        _print_tensorrt(console, report["tensorrt"])
     caches = report["cache_bytes_per_sequence"]
     console.print(f"Cache per sequence: target {human(caches['target'])}, draft {human(caches['draft'])}.")
     console.print(f"Engine written to {out}.", soft_wrap=True)
+
+
+def _print_tensorrt(console: Console, built: dict[str, Any]) -> None:
+    table = _table("Engine", "layer", "count")
+    for layer, count in list(built["layers"].items())[:12]:
+        table.add_row(layer, str(count))
+    console.print(table)
+    for kind in built["attention"]:
+        console.print(
+            f"{kind['layers']} attentions: {'one additive mask' if kind['mask'] else 'no mask'}, lengths {'given' if kind['lengths'] else 'not given'}, "
+            f"causal {kind['causal']}, decomposable {kind['decomposable']}",
+            soft_wrap=True,
+        )
+    targets = ", ".join(f"{sm // 10}.{sm % 10}" for sm in built["architectures"])
+    console.print(f"Compute capabilities {targets}; built here, not executed: that needs such a GPU.")
+    if copies := sum(built["cache_readers"].values()):
+        console.print(
+            f"TensorRT-RTX copies caches before its attention kernel: {copies} copies in {len(built['profiles'])} profiles.",
+            soft_wrap=True,
+        )
+    console.print("")
 
 
 def _passes(passes: dict[str, list[dict[str, Any]]]) -> Table:
@@ -124,10 +147,17 @@ def print_description(console: Console, d: dict[str, Any]) -> None:
                 kind[:-1], tensor["name"], tensor["dtype"], str(tensor["shape"]), tensor.get("bound_to", "")
             )
     console.print(contract, "")
-    operations = _table("Operations", "operation", *d["operations"])
-    for name in dict.fromkeys(op for counts in d["operations"].values() for op in counts):
-        operations.add_row(name, *(str(counts.get(name, 0)) for counts in d["operations"].values()))
-    console.print(operations, "")
+    if d["tensorrt"]:
+        _print_tensorrt(console, d["tensorrt"])
+        kernels = _table("Kernels", "kernel", f"launches in {len(d['tensorrt']['profiles'])} profiles")
+        for name, count in d["tensorrt"]["kernels"].items():
+            kernels.add_row(name, str(count))
+        console.print(kernels, "")
+    else:
+        operations = _table("Operations", "operation", *d["operations"])
+        for name in dict.fromkeys(op for counts in d["operations"].values() for op in counts):
+            operations.add_row(name, *(str(counts.get(name, 0)) for counts in d["operations"].values()))
+        console.print(operations, "")
     console.print(_passes(d["passes"]), "")
     table = _table("Memory", "batch", "weights", "target caches", "draft caches", "total")
     for row in d["memory"]:

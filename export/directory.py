@@ -3,6 +3,7 @@
     config.json        TensorRT-LLM's sections (`pretrained_config`, `build_config`) and ours (`speccompile`)
     rank0.onnx         the fused step            rank0.plain.onnx   plain decoding, over the same weights
     rank0.weights      every tensor of both, once
+    rank0.engine       or, for TensorRT, the fused step with its weights
     tokenizer.json, generation_config.json, …    copied from the target
     report.json        how it was built: stages, passes, sizes, memory plan
     manifest.json      SHA-256 and size of every file, and the versions of the tools that wrote them
@@ -23,8 +24,9 @@ from typing import Any
 
 from speccompile.export.errors import UserError
 
-CONTRACT_VERSION = 1
+CONTRACT_VERSION = 2
 STEP, PLAIN, WEIGHTS = "rank0.onnx", "rank0.plain.onnx", "rank0.weights"
+TENSORRT_STEP = "rank0.engine"
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json",

@@ -5,6 +5,7 @@ graph here is functional and nearly core ATen already, so only its translation s
 internal to PyTorch: the package pins PyTorch to one minor release, and a test covers the call.
 """
 
+import ast
 import functools
 import logging
 import operator
@@ -170,8 +171,16 @@ def to_onnx(
     model.graph.opset_imports[""] = 18  # that of the translations, a few of which are functions to inline
     ir_passes.InlinePass()(model)
     model.graph.opset_imports[""] = OPSET
+    _name_nodes(model.graph)
     _simplify(model)
     return model
+
+
+def _name_nodes(graph: ir.Graph) -> None:
+    """After the module each came from, so that a runtime's messages name a layer of the model."""
+    for index, node in enumerate(graph):
+        scopes = ast.literal_eval(node.metadata_props.get("pkg.torch.onnx.name_scopes", "[]"))
+        node.name = "/".join([*scopes[-2:-1], f"{node.op_type}_{index}"])
 
 
 def _name_outputs(graph: ir.Graph, names: list[str], dims: Mapping[str, list]) -> None:

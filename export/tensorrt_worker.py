@@ -8,37 +8,36 @@ Prints one JSON object a line: {"phase", "step", "of"} as it goes, then {"report
 import ctypes
 import importlib
 import json
-import subprocess
+import os
+import signal
 import sys
-import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 
 def main(path: str) -> None:
+    _end_with_parent()
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever the library prints is no answer
+
+    def say(**message: Any) -> None:
+        print(json.dumps(message), file=answers, flush=True)
+
     spec = json.loads(Path(path).read_text())
     try:
-        _say(report=_build(spec))
+        say(report=_build(spec, say))
     except _Refused as error:
-        _say(error=str(error))
+        say(error=str(error))
 
 
 class _Refused(Exception):
     """What the user is to read."""
 
 
-def _say(**message: Any) -> None:
-    print(json.dumps(message), flush=True)
-
-
-def _build(spec: dict[str, Any]) -> dict[str, Any]:
+def _build(spec: dict[str, Any], say: Callable[..., None]) -> dict[str, Any]:
     trt = importlib.import_module(spec["library"])
     logger = _logger(trt)
-    _provide_unversioned_library(trt)
-    if spec["plugin"]:
-        from speccompile.plugins.block_attention import tensorrt_plugin
-
-        tensorrt_plugin.register(trt)
     builder = trt.Builder(logger)
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     parser = trt.OnnxParser(network, logger)
@@ -47,8 +46,6 @@ def _build(spec: dict[str, Any]) -> dict[str, Any]:
     report = {"layers": _layers(trt, network)}
     config = builder.create_builder_config()
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
-    if spec["plugin"]:
-        config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
     for shapes in spec["profiles"]:
         profile = builder.create_optimization_profile()
         for index in range(network.num_inputs):
@@ -56,7 +53,7 @@ def _build(spec: dict[str, Any]) -> dict[str, Any]:
             profile.set_shape(name, *(shapes[name][bound] for bound in ("min", "opt", "max")))
         config.add_optimization_profile(profile)
     _choose_architectures(trt, config, spec["sm"])
-    config.progress_monitor = _monitor(trt)
+    config.progress_monitor = _monitor(trt, say)
     serialized = builder.build_serialized_network(network, config)
     if serialized is None:
         raise _Refused(logger.last_error or "TensorRT gave no reason")
@@ -77,7 +74,7 @@ def _logger(trt: Any) -> Any:
     return Logger()
 
 
-def _monitor(trt: Any) -> Any:
+def _monitor(trt: Any, say: Callable[..., None]) -> Any:
     class Monitor(trt.IProgressMonitor):
         def __init__(self):
             super().__init__()
@@ -85,10 +82,10 @@ def _monitor(trt: Any) -> Any:
 
         def phase_start(self, phase_name, parent_phase, num_steps):
             self.steps[phase_name] = num_steps
-            _say(phase=phase_name, step=0, of=num_steps)
+            say(phase=phase_name, step=0, of=num_steps)
 
         def step_complete(self, phase_name, step):
-            _say(phase=phase_name, step=step + 1, of=self.steps[phase_name])
+            say(phase=phase_name, step=step + 1, of=self.steps[phase_name])
             return True
 
         def phase_finish(self, phase_name):
@@ -129,37 +126,10 @@ def _choose_architectures(trt: Any, config: Any, architectures: list[int]) -> No
         config.set_compute_capability(trt.ComputeCapability.__members__[f"SM{sm}"], index)
 
 
-def _provide_unversioned_library(trt: Any) -> None:
-    """The RTX parser opens `libtensorrt_rtx.so`, of which the wheel has only `.so.1`, and aborts where it finds none.
-
-    An empty library under that name which needs the real one, opened first, is what it then finds.
-    """
-    if trt.__name__ != "tensorrt_rtx":
-        return
-    import tensorrt_rtx_libs
-
-    real = Path(tensorrt_rtx_libs.__file__).parent / "libtensorrt_rtx.so.1"
-    folder = Path(tempfile.mkdtemp())
-    source, stub = folder / "empty.c", folder / "libtensorrt_rtx.so"
-    source.write_text("")
-    command = [
-        "cc",
-        "-shared",
-        "-fPIC",
-        source,
-        "-Wl,-soname,libtensorrt_rtx.so",
-        "-Wl,--no-as-needed",
-        real,
-        "-o",
-        stub,
-    ]
-    try:
-        subprocess.run(command, check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise _Refused(
-            f"TensorRT-RTX's parser needs a C compiler here (cc) to link a stub library, which failed ({error})."
-        ) from None
-    ctypes.CDLL(str(stub), ctypes.RTLD_GLOBAL)
+def _end_with_parent() -> None:
+    """Linux: a killed build takes its worker along."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 if __name__ == "__main__":

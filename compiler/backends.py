@@ -1,0 +1,43 @@
+"""What can run an engine, and what each needs of a build."""
+
+from dataclasses import dataclass
+
+from speccompile.export.directory import PLAIN, STEP, TENSORRT_STEP
+from speccompile.export.errors import UserError
+
+
+@dataclass(frozen=True)
+class Backend:
+    """`dtypes`: what it computes in, the default first. `lowering`: passes and translations it takes."""
+
+    name: str
+    runs_on: str
+    dtypes: tuple[str, ...]
+    lowering: str
+    step_file: str
+    plain_file: str | None
+    """Plain decoding beside the step, where the back end writes it."""
+    is_tensorrt: bool = False
+
+
+BACKENDS = {
+    backend.name: backend
+    for backend in (
+        Backend("onnxruntime", "CPU", ("float32", "float16"), "onnxruntime", STEP, PLAIN),
+        Backend(
+            "tensorrt-rtx",
+            "NVIDIA GPUs of compute capability 7.5 to 12.1, but 9.0 and 10.0",
+            ("float16", "bfloat16"),
+            "tensorrt-rtx",
+            TENSORRT_STEP,
+            None,
+            is_tensorrt=True,
+        ),
+    )
+}
+
+
+def choose(name: str) -> Backend:
+    if name not in BACKENDS:
+        raise UserError(f"--backend {name} is not available; choose one of: {', '.join(BACKENDS)}.")
+    return BACKENDS[name]
