@@ -190,7 +190,11 @@ def _written(out: Path) -> Iterator[None]:
 
 
 def _build_tensorrt(
-    building: Path, options: BuildOptions, models: dict[str, ir.Model], settings: dict[str, Any], log: BuildLog
+    building: Path,
+    options: BuildOptions,
+    models: dict[str, ir.Model],
+    settings: dict[str, Any],
+    log: BuildLog,
 ) -> dict[str, Any]:
     """Build the step's engine. Returns what the report says of it; its profiles go into the settings."""
     (name, model), *_ = models.items()

@@ -41,7 +41,7 @@ def print_build(console: Console, out: Path, report: dict[str, Any]) -> None:
 
 def _print_tensorrt(console: Console, built: dict[str, Any]) -> None:
     table = _table("Engine", "layer", "count")
-    for layer, count in list(built["layers"].items())[:12]:
+    for layer, count in built["layers"].items():
         table.add_row(layer, str(count))
     console.print(table)
     for kind in built["attention"]:

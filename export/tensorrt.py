@@ -27,7 +27,7 @@ from speccompile.plugins.kv_append import kv_append, kv_append_pair
 
 ARCHITECTURES = (75, 80, 86, 89, 120, 121)
 FUSED_ATTENTION = "_gemm_mha_v2"
-PLAIN_COPIES = {"__myl_Resh", "__myl_ReshTran"}
+PLAIN_COPY = re.compile(r"__myl_(Resh|Tran|Move)+")
 """Kernels that bring a cache, as large as it is, into the form the attention kernel reads."""
 MOST_ELEMENTS = 2**31 - 1
 MOST_CANDIDATES = 3840
@@ -218,7 +218,7 @@ def _check(layers: list[dict[str, Any]], described: dict[str, Any], profiles: in
         raise UserError(
             f"TensorRT-RTX fused {fused} of {len(attentions) * profiles} attentions; the rest would be plain matrix products, so the engine was not kept."
         )
-    expanded = [name for name in described["cache_readers"] if name not in PLAIN_COPIES]
+    expanded = [name for name in described["cache_readers"] if not PLAIN_COPY.fullmatch(name)]
     if expanded:
         raise UserError(
             f"TensorRT-RTX reads a cache outside its attention kernel (in {expanded[0]}), every step, so the engine was not kept."

@@ -80,6 +80,11 @@ class Engine:
         return cls(open_engine(Path(path)), threads)
 
     def session(self, batch: int, plain: bool = False) -> OnnxSession:
+        settings = self.directory.settings
+        if plain and settings["plain_file"] is None:
+            raise UserError(
+                f"{self.directory.path} holds no plain step (its back end is {settings['backend']}); decode with speculation."
+            )
         key = batch, plain
         if key not in self._sessions:
             self._sessions.clear()  # one set of weights in memory at a time

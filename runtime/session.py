@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnxruntime as ort
 
-from speccompile.export.directory import PLAIN, STEP, EngineDirectory
+from speccompile.export.directory import EngineDirectory
 from speccompile.export.errors import UserError
 
 
@@ -38,7 +38,7 @@ class OnnxSession:
         self.batch, self.plain = batch, plain
         self.width = 1 if plain else settings["block_width"]
         self.capacity, self.max_seq_len = settings["capacity"], settings["max_seq_len"]
-        name = PLAIN if plain else STEP
+        name = settings["plain_file" if plain else "step_file"]
         options = ort.SessionOptions()
         options.log_severity_level = 3
         options.intra_op_num_threads = threads

