@@ -12,7 +12,7 @@ window, those of the positions the rows are stored at.
 
 A program takes one key/value head of one sequence, BLOCK_M of its G*S query rows (the G heads of a group share the keys
 they read), and one of `splits` parts of the cached rows; the last part takes the block. With more than one part each
-leaves its softmax's maximum, sum and unscaled output in float32, and `_combine` joins them (flash-decoding).
+leaves its softmax's maximum, sum and unscaled output in float32, and `combine` joins them (flash-decoding).
 
 float16, bfloat16 and float32; products accumulate in float32.
 """
