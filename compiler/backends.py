@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from speccompile.export.directory import PLAIN, STEP, TENSORRT_STEP
+from speccompile.export.directory import PLAIN, STEP, TENSORRT_STEP, TORCH_PLAIN, TORCH_STEP
 from speccompile.export.errors import UserError
 
 
@@ -17,7 +17,8 @@ class Backend:
     step_file: str
     plain_file: str | None
     """Plain decoding beside the step, where the back end writes it."""
-    is_tensorrt: bool = False
+    kind: str = "onnx"
+    """What its files are: "onnx", "torch" (exported programs) or "tensorrt"."""
 
 
 BACKENDS = {
@@ -25,13 +26,22 @@ BACKENDS = {
     for backend in (
         Backend("onnxruntime", "CPU", ("float32", "float16"), "onnxruntime", STEP, PLAIN),
         Backend(
+            "torch",
+            "CUDA GPU with PyTorch, or CPU",
+            ("bfloat16", "float16", "float32"),
+            "torch",
+            TORCH_STEP,
+            TORCH_PLAIN,
+            "torch",
+        ),
+        Backend(
             "tensorrt-rtx",
             "NVIDIA GPUs of compute capability 7.5 to 12.1, but 9.0 and 10.0",
             ("float16", "bfloat16"),
             "tensorrt-rtx",
             TENSORRT_STEP,
             None,
-            is_tensorrt=True,
+            "tensorrt",
         ),
     )
 }

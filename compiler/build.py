@@ -3,6 +3,7 @@
 import contextlib
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
@@ -20,7 +21,7 @@ from speccompile.compiler.drafts.loading import load_draft, resolve_draft
 from speccompile.compiler.stages import Stage, flat_copy, inline
 from speccompile.compiler.step import Step
 from speccompile.export import directory as engine
-from speccompile.export import memory, tensorrt
+from speccompile.export import memory, tensorrt, torch_program
 from speccompile.export.engine_config import build_config, pretrained_config
 from speccompile.export.errors import UserError
 from speccompile.export.onnx import to_onnx
@@ -116,17 +117,25 @@ def build(options: BuildOptions, log: BuildLog | None = None) -> dict[str, Any]:
                 plain, no_taps = _fuse(1, target, (), None, options, target_caches, capacity, dtype)
                 plain.merged = fused.merged
                 programs.append((backend.plain_file, plain, 1, no_taps))
-        models = {}
+        models: dict[str, ir.Model] = {}
+        nodes = {}
+        weights = torch_program.Weights()
         for name, program, rows, tapped in programs:
             with log.stage(f"passes ({name})"):
                 log.passes[name] = [tapped, *run_passes(program, backend.lowering)]
-            if backend.is_tensorrt:
-                tensorrt.check_program(program.graph_module)
+            graph_module, inputs, outputs = program.graph_module, program.inputs, program.outputs
+            nodes[name] = len(graph_module.graph.nodes)
+            dims = _dims(program, caches, capacity, rows)
+            if backend.kind == "tensorrt":
+                tensorrt.check_program(graph_module)
             with log.stage(f"export {name}"):
-                dims = _dims(program, caches, capacity, rows)
-                models[name] = to_onnx(
-                    program.graph_module, program.inputs, program.outputs, dims, backend.lowering
-                )
+                if backend.kind == "torch":
+                    exported, names = torch_program.to_exported_program(graph_module, inputs, dims, weights)
+                    with _written(options.out):
+                        torch_program.save_program(exported, inputs, outputs, names, building / name)
+                else:
+                    models[name] = to_onnx(graph_module, inputs, outputs, dims, backend.lowering)
+                    nodes[name] = len(models[name].graph)
         settings = {
             "contract_version": engine.CONTRACT_VERSION,
             "backend": options.backend,
@@ -154,9 +163,14 @@ def build(options: BuildOptions, log: BuildLog | None = None) -> dict[str, Any]:
                 **asdict(draft_config),
             },
         }
-        settings["tensors"] = _tensors(models[backend.step_file], fused.aliases)
-        facts = {"nodes": {name: len(model.graph) for name, model in models.items()}}
-        if backend.is_tensorrt:
+        settings["tensors"] = _tensors(fused, _dims(fused, caches, capacity, width))
+        facts: dict[str, Any] = {"nodes": nodes}
+        if backend.kind == "torch":
+            settings["weights_file"] = engine.TORCH_WEIGHTS
+            facts["operations"] = {name: _operations(program) for name, program, *_ in programs}
+            with log.stage("write weights"), _written(options.out):
+                weights.save(building / engine.TORCH_WEIGHTS)
+        if backend.kind == "tensorrt":
             with log.stage("build engine"), _written(options.out):
                 facts["tensorrt"] = _build_tensorrt(building, options, models, settings, log)
                 models = {}
@@ -164,19 +178,25 @@ def build(options: BuildOptions, log: BuildLog | None = None) -> dict[str, Any]:
             return _write(building, options, models, settings, config, target_path, log, facts)
 
 
-def _tensors(model: ir.Model, aliases: dict[str, str]) -> list[dict[str, Any]]:
+def _tensors(program: Program, dims: dict[str, list]) -> list[dict[str, Any]]:
     """The step's inputs and outputs, with the input whose buffer an output is bound to."""
+    nodes = [(name, "input", program.placeholder(name)) for name in program.inputs]
+    nodes += [(name, "output", program.returned(name)) for name in program.outputs]
     return [
         {
-            "name": value.name,
+            "name": name,
             "role": role,
-            "dtype": value.dtype.numpy().name,
-            "shape": [dim if isinstance(dim, int) else dim.value for dim in value.shape],
+            "dtype": str(node.meta["val"].dtype).removeprefix("torch."),
+            "shape": dims[name],
         }
-        | ({"bound_to": aliases[value.name]} if value.name in aliases else {})
-        for role, values in (("input", model.graph.inputs), ("output", model.graph.outputs))
-        for value in values
+        | ({"bound_to": program.aliases[name]} if role == "output" and name in program.aliases else {})
+        for name, role, node in nodes
     ]
+
+
+def _operations(program: Program) -> dict[str, int]:
+    calls = (str(n.target) for n in program.graph.nodes if n.op == "call_function")
+    return dict(Counter(calls).most_common())
 
 
 @contextlib.contextmanager
@@ -216,7 +236,7 @@ def _check_options(options: BuildOptions) -> tuple[Backend, BuildOptions]:
         raise UserError(
             f"--dtype {options.dtype} is not something {backend.name} computes in here; choose one of: {', '.join(backend.dtypes)}."
         )
-    if backend.is_tensorrt:
+    if backend.kind == "tensorrt":
         tensorrt.check_installed()
         tensorrt.check_architectures(options.sm, options.dtype)
         if options.prefill_chunk < (options.block_width or 1):

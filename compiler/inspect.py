@@ -7,7 +7,7 @@ from typing import Any
 import onnx
 
 from speccompile.export import memory
-from speccompile.export.directory import STEP, WEIGHTS, EngineDirectory
+from speccompile.export.directory import STEP, TORCH_WEIGHTS, WEIGHTS, EngineDirectory
 from speccompile.export.errors import UserError
 from speccompile.export.graph_view import graph_html, graph_text
 from speccompile.export.tensorrt import describe as describe_engine
@@ -19,7 +19,7 @@ def describe(engine: EngineDirectory) -> dict[str, Any]:
     """Everything `inspect` shows, as one JSON object. Sizes in bytes."""
     settings, report = engine.settings, engine.report
     files = engine.manifest["files"]
-    weights = files[WEIGHTS if WEIGHTS in files else settings["step_file"]]["bytes"]
+    weights = files[next(n for n in (WEIGHTS, TORCH_WEIGHTS, settings["step_file"]) if n in files)]["bytes"]
     tensorrt = report.get("tensorrt")
     described = {} if tensorrt is None else tensorrt | describe_engine(engine.path / settings["step_file"])
     return {
@@ -42,7 +42,8 @@ def describe(engine: EngineDirectory) -> dict[str, Any]:
             f"{role}s": [tensor for tensor in settings["tensors"] if tensor["role"] == role]
             for role in ("input", "output")
         },
-        "operations": {
+        "operations": report.get("operations")
+        or {
             name: dict(Counter(_operation(node) for node in _load(engine, name).graph.node).most_common())
             for name in settings["aliases"]
             if tensorrt is None
@@ -68,7 +69,7 @@ def write_graph(engine: EngineDirectory, file: Path) -> None:
     """Write the fused step's graph as .html, .txt or .onnx. Raises UserError for another ending."""
     if engine.settings["step_file"] != STEP:
         raise UserError(
-            f"{engine.path} holds a TensorRT engine, whose graph is not kept; `inspect` alone lists its kernels."
+            f"{engine.path} holds {engine.settings['step_file']}, and --graph shows ONNX graphs only; `inspect` alone lists what is in it."
         )
     model = _load(engine, STEP)
     try:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from speccompile.passes.append_in_place import append_in_place
 from speccompile.passes.drop_noops import drop_noops
 from speccompile.passes.fuse_projections import fuse_projections
 from speccompile.passes.fuse_rms_norm import fuse_rms_norm
@@ -32,6 +33,7 @@ COMMON: list[Pass] = [
 LOWERINGS: dict[str, list[Pass]] = {
     "onnxruntime": [lower_group_query_attention],
     "tensorrt-rtx": [one_update_per_cache],
+    "torch": [append_in_place],
 }
 REQUIRED = {"gather_verified_rows"}
 

@@ -88,7 +88,9 @@ class Engine:
         key = batch, plain
         if key not in self._sessions:
             self._sessions.clear()  # one set of weights in memory at a time
-            self._sessions[key] = OnnxSession(self.directory, batch, plain, self.threads)
+            self._sessions[key] = _session_class(settings["backend"])(
+                self.directory, batch, plain, self.threads
+            )
         return self._sessions[key]
 
     def generate(
@@ -114,11 +116,25 @@ class Engine:
         if max_new_tokens < 1:
             raise UserError(f"max_new_tokens is {max_new_tokens}; at least 1 was expected.")
         session = self.session(len(prompts), plain=not speculation)
+        prefill_chunk = min(prefill_chunk, settings.get("prefill_chunk", prefill_chunk))
         sequences = [_Sequence(Generation(list(map(int, prompt))), max_new_tokens) for prompt in prompts]
         stop = frozenset(stop_token_ids)
         while any(sequence.live for sequence in sequences):
             _advance(session, sequences, stop, max(prefill_chunk, 1), on_tokens)
         return [sequence.result for sequence in sequences]
+
+
+def _session_class(backend: str) -> type:
+    """Imported when asked for: each needs a library that the others do without."""
+    if backend == "torch":
+        from speccompile.runtime.torch_session import TorchSession
+
+        return TorchSession
+    if backend == "tensorrt-rtx":
+        from speccompile.runtime.tensorrt_session import TensorrtSession
+
+        return TensorrtSession
+    return OnnxSession
 
 
 def _check_prompt(index: int, prompt: Sequence[int], settings: dict) -> None:

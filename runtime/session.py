@@ -26,15 +26,31 @@ class StepOutput:
     num_proposed: np.ndarray | None = None
 
 
+def check_batch(batch: int, settings: dict) -> None:
+    if batch > settings["max_batch_size"]:
+        raise UserError(
+            f"A batch of {batch} is more than this engine was built for (--max-batch-size {settings['max_batch_size']})."
+        )
+
+
+def output_shapes(batch: int, width: int) -> dict[str, tuple[int, ...]]:
+    """Of `StepOutput`'s fields, as far as an engine has them."""
+    return {
+        "emitted": (batch, width),
+        "num_emitted": (batch,),
+        "new_lengths": (batch,),
+        "block": (batch, width),
+        "confidence": (batch, width - 1),
+        "num_proposed": (batch,),
+    }
+
+
 class OnnxSession:
     """The fused step (`plain=False`) or plain decoding of an engine directory, for a fixed number of sequences."""
 
     def __init__(self, engine: EngineDirectory, batch: int, plain: bool = False, threads: int = 0):
         settings = engine.settings
-        if batch > settings["max_batch_size"]:
-            raise UserError(
-                f"A batch of {batch} is more than this engine was built for (--max-batch-size {settings['max_batch_size']})."
-            )
+        check_batch(batch, settings)
         self.batch, self.plain = batch, plain
         self.width = 1 if plain else settings["block_width"]
         self.capacity, self.max_seq_len = settings["capacity"], settings["max_seq_len"]
@@ -58,20 +74,12 @@ class OnnxSession:
         for output, cache in settings["aliases"][name].items():
             self.binding.bind_ortvalue_output(output, self.caches[cache])
         self.takes_next_tokens = "next_tokens" in present
-        shapes = {
-            "emitted": (batch, self.width),
-            "num_emitted": (batch,),
-            "new_lengths": (batch,),
-            "block": (batch, self.width),
-            "confidence": (batch, self.width - 1),
-            "num_proposed": (batch,),
-        }
         returned = {value.name for value in self.session.get_outputs()}
         self.outputs = {
             n: ort.OrtValue.ortvalue_from_numpy(
                 np.zeros(shape, np.float32 if n == "confidence" else np.int64)
             )
-            for n, shape in shapes.items()
+            for n, shape in output_shapes(batch, self.width).items()
             if n in returned
         }
         for output, buffer in self.outputs.items():

@@ -38,3 +38,16 @@ def kv_append_pair(
 @kv_append_pair.register_fake
 def _(cache, first, at, second, second_at):
     return torch.empty_like(cache)
+
+
+@torch.library.custom_op("speccompile::kv_append_", mutates_args=("cache",))
+def kv_append_(cache: torch.Tensor, new: torch.Tensor, at: torch.Tensor) -> None:
+    """`kv_append` into the cache itself."""
+    batch, heads, rows, size = new.shape
+    index = at.view(batch, 1, 1, 1) + torch.arange(rows, device=new.device).view(1, 1, rows, 1)
+    cache.scatter_(2, index.expand(batch, heads, rows, size), new)
+
+
+@kv_append_.register_fake
+def _(cache, new, at):
+    return None

@@ -1,0 +1,120 @@
+"""One step of an engine on TensorRT-RTX: caches in device memory, written in place, one CUDA graph for each shape.
+
+PyTorch holds the device memory. Not executed where this was written: it had no GPU.
+"""
+
+import numpy as np
+
+from speccompile.export.directory import EngineDirectory
+from speccompile.export.errors import UserError
+from speccompile.runtime.session import StepOutput, check_batch, output_shapes
+
+
+class TensorrtSession:
+    """The fused step of a `tensorrt-rtx` engine, for a fixed number of sequences."""
+
+    def __init__(self, engine: EngineDirectory, batch: int, plain: bool = False, threads: int = 0):
+        torch, trt = _libraries(engine)
+        settings = engine.settings
+        check_batch(batch, settings)
+        self.torch, self.batch, self.plain = torch, batch, False
+        self.width, self.capacity, self.max_seq_len = (
+            settings[k] for k in ("block_width", "capacity", "max_seq_len")
+        )
+        self.prefill_chunk = settings["prefill_chunk"]
+        self.engine = _deserialize(trt, engine.path / settings["step_file"])
+        self.contexts = [self._context(trt, profile) for profile in range(2)]
+        dtype = getattr(torch, settings["dtype"])
+        self.caches = {
+            name: torch.zeros(batch, shape["heads"], self.capacity, shape["size"], dtype=dtype, device="cuda")
+            for name, shape in settings["caches"].items()
+        }
+        tensors = {tensor["name"]: tensor for tensor in settings["tensors"]}
+        self.small = [name for name, t in tensors.items() if t["role"] == "input" and name not in self.caches]
+        self.outputs = {
+            name: torch.zeros(shape, dtype=getattr(torch, tensors[name]["dtype"]), device="cuda")
+            for name, shape in output_shapes(batch, self.width).items()
+            if name in tensors
+        }
+        self.pinned = {
+            name: torch.empty_like(value, device="cpu").pin_memory() for name, value in self.outputs.items()
+        }
+        aliases = settings["aliases"][settings["step_file"]]
+        for context in self.contexts:
+            for name, buffer in self.caches.items():
+                context.set_input_shape(name, tuple(buffer.shape))
+                context.set_tensor_address(name, buffer.data_ptr())
+            for name, cache in aliases.items():
+                context.set_tensor_address(name, self.caches[cache].data_ptr())
+            for name, buffer in self.outputs.items():
+                context.set_tensor_address(name, buffer.data_ptr())
+        self.inputs: dict[int, dict] = {}
+
+    def _context(self, trt, profile: int):
+        config = self.engine.create_runtime_config()
+        config.cuda_graph_strategy = trt.CudaGraphStrategy.WHOLE_GRAPH_CAPTURE
+        context = self.engine.create_execution_context(config)
+        stream = self.torch.cuda.current_stream()
+        if not context.set_optimization_profile_async(profile, stream.cuda_stream):
+            raise UserError(f"TensorRT-RTX refused optimization profile {profile} of this engine.")
+        stream.synchronize()
+        return context
+
+    @property
+    def row_limit(self) -> int:
+        """The last cache row a step's tokens may reach; behind it lies room for the draft's block."""
+        return self.capacity - self.width
+
+    def step(
+        self,
+        tokens: np.ndarray,
+        num_tokens: np.ndarray,
+        num_known: np.ndarray,
+        lengths: np.ndarray,
+        next_tokens: np.ndarray,
+    ) -> StepOutput:
+        """Run one step, as `OnnxSession.step`; S may be up to `prefill_chunk`."""
+        given = {"tokens": tokens, "num_tokens": num_tokens, "num_known": num_known, "lengths": lengths}
+        torch, rows = self.torch, tokens.shape[1]
+        context = self.contexts[0 if rows <= self.width else 1]
+        if rows not in self.inputs:  # a buffer for each shape, so that a captured graph keeps its addresses
+            self.inputs[rows] = {
+                name: torch.zeros(given[name].shape, dtype=torch.int64, device="cuda") for name in self.small
+            }
+        for name, buffer in self.inputs[rows].items():
+            buffer.copy_(torch.from_numpy(np.ascontiguousarray(given[name], dtype=np.int64)))
+            context.set_input_shape(name, tuple(buffer.shape))
+            context.set_tensor_address(name, buffer.data_ptr())
+        stream = torch.cuda.current_stream()
+        if not context.execute_async_v3(stream.cuda_stream):
+            raise RuntimeError("TensorRT-RTX could not run the step.")
+        for name, buffer in self.outputs.items():
+            self.pinned[name].copy_(buffer, non_blocking=True)
+        stream.synchronize()
+        return StepOutput(**{name: value.numpy().copy() for name, value in self.pinned.items()})
+
+
+def _libraries(engine: EngineDirectory):
+    try:
+        import tensorrt_rtx
+        import torch
+    except ImportError as error:
+        raise UserError(
+            f"{engine.path} is a TensorRT-RTX engine; running it needs {error.name}: pip install 'speccompile[tensorrt-rtx]'."
+        ) from None
+    if not torch.cuda.is_available():
+        raise UserError(
+            f"{engine.path} is a TensorRT-RTX engine and runs on an NVIDIA GPU, which PyTorch does not find here "
+            "(it needs a driver and a CUDA build of torch); `speccompile inspect` reads it anywhere."
+        )
+    return torch, tensorrt_rtx
+
+
+def _deserialize(trt, path):
+    engine = trt.Runtime(trt.Logger(trt.Logger.ERROR)).deserialize_cuda_engine(path.read_bytes())
+    if engine is None:
+        raise UserError(
+            f"{path} could not be loaded: TensorRT-RTX {trt.__version__} or this GPU is not what it was built for (manifest.json and "
+            "`speccompile inspect` say what is)."
+        )
+    return engine
