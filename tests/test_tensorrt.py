@@ -8,6 +8,7 @@ import time
 import onnx_ir as ir
 import pytest
 import tiny
+import torch
 from builder import eager_greedy
 from shell import speccompile
 
@@ -17,6 +18,7 @@ from speccompile.export import tensorrt
 from speccompile.export.errors import UserError
 from speccompile.export.weights import externalise
 from speccompile.runtime import Engine
+from speccompile.runtime.session import OnnxSession
 
 built_here = pytest.mark.skipif(
     importlib.util.find_spec("tensorrt_rtx") is None, reason="tensorrt_rtx is not installed"
@@ -39,6 +41,7 @@ def onnx_instead(monkeypatch):
     backend = dataclasses.replace(backends.BACKENDS["tensorrt-rtx"], dtypes=("float32",))
     monkeypatch.setitem(backends.BACKENDS, "tensorrt-rtx", backend)
     monkeypatch.setattr("speccompile.compiler.build.version", lambda name: "0")
+    monkeypatch.setattr("speccompile.runtime.generation._session_class", lambda backend: OnnxSession)
 
 
 @pytest.mark.parametrize(
@@ -107,6 +110,9 @@ def test_an_engine_is_built_without_a_gpu(pair, tmp_path, dtype):
         "--graph shows ONNX graphs only"
         in speccompile("inspect", tmp_path / "engine", "--graph", "g.txt", code=2).stderr
     )
+    if not torch.cuda.is_available():
+        refused = speccompile("run", tmp_path / "engine", "--prompt-ids", "1", code=2).stderr
+        assert "runs on an NVIDIA GPU, which PyTorch does not find here" in refused
     assert {p.name for p in tmp_path.iterdir()} == {"engine"}
 
 
