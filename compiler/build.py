@@ -12,9 +12,10 @@ from typing import Any
 
 import onnx_ir as ir
 import torch
+from safetensors.torch import save
 from transformers import PretrainedConfig
 
-from speccompile.compiler import backends, checkpoint, referee, tracing
+from speccompile.compiler import backends, checkpoint, referee, samples, tracing
 from speccompile.compiler.backends import Backend
 from speccompile.compiler.drafts.config import DraftConfig
 from speccompile.compiler.drafts.loading import load_draft, resolve_draft
@@ -117,6 +118,10 @@ def build(options: BuildOptions, log: BuildLog | None = None) -> dict[str, Any]:
                 plain, no_taps = _fuse(1, target, (), None, options, target_caches, capacity, dtype)
                 plain.merged = fused.merged
                 programs.append((backend.plain_file, plain, 1, no_taps))
+        with log.stage("record samples"), _written(options.out):
+            prompt, longest = torch.cat(parts, dim=1), min(options.prefill_chunk, max_seq_len)
+            recorded = samples.record(fused, caches, dtype, prompt, width, longest)
+            (building / engine.SAMPLES).write_bytes(save(recorded))
         models: dict[str, ir.Model] = {}
         nodes = {}
         weights = torch_program.Weights()

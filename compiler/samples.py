@@ -46,7 +46,9 @@ def record(
 
 
 class _Runner:
-    def __init__(self, program: Program, caches: dict[str, tuple[int, int]], dtype: torch.dtype, capacity: int):
+    def __init__(
+        self, program: Program, caches: dict[str, tuple[int, int]], dtype: torch.dtype, capacity: int
+    ):
         graph_module = flat_copy(program.graph_module)
         output = next(n for n in graph_module.graph.nodes if n.op == "output")
         emitted = output.args[0][program.outputs.index("emitted")]
@@ -59,7 +61,9 @@ class _Runner:
         self.recorded: dict[str, torch.Tensor] = {}
         self.steps = 0
 
-    def step(self, tokens: torch.Tensor, known: int, length: int, following: int = -1) -> dict[str, torch.Tensor]:
+    def step(
+        self, tokens: torch.Tensor, known: int, length: int, following: int = -1
+    ) -> dict[str, torch.Tensor]:
         given = {
             "tokens": tokens,
             "num_tokens": torch.tensor([tokens.shape[1]]),

@@ -5,6 +5,7 @@
     rank0.weights      every tensor of both, once
     rank0.engine       or, for TensorRT, the fused step with its weights
     rank0.pt2, rank0.plain.pt2, rank0.safetensors     or, for PyTorch, both steps and their weights
+    samples.safetensors    inputs and outputs of some steps, run again when the engine is loaded
     tokenizer.json, generation_config.json, …    copied from the target
     report.json        how it was built: stages, passes, sizes, memory plan
     manifest.json      SHA-256 and size of every file, and the versions of the tools that wrote them
@@ -25,9 +26,10 @@ from typing import Any
 
 from speccompile.export.errors import UserError
 
-CONTRACT_VERSION = 2
+CONTRACT_VERSION = 3
 STEP, PLAIN, WEIGHTS = "rank0.onnx", "rank0.plain.onnx", "rank0.weights"
 TENSORRT_STEP = "rank0.engine"
+SAMPLES = "samples.safetensors"
 TORCH_STEP, TORCH_PLAIN, TORCH_WEIGHTS = "rank0.pt2", "rank0.plain.pt2", "rank0.safetensors"
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",

@@ -14,7 +14,7 @@ EXPLICIT_DRAFT_TOKENS = 16
 def pretrained_config(config: PretrainedConfig, dtype: str, width: int) -> dict[str, Any]:
     text = config.get_text_config()
     heads = text.num_attention_heads
-    return {
+    section = {
         "architecture": (config.architectures or [type(config).__name__.replace("Config", "ForCausalLM")])[0],
         "dtype": dtype,
         "logits_dtype": "float32",
@@ -32,15 +32,19 @@ def pretrained_config(config: PretrainedConfig, dtype: str, width: int) -> dict[
         "redrafter_num_beams": 1,
         "redrafter_draft_len_per_beam": width - 1,
     }
+    return {
+        name: value for name, value in section.items() if value is not None
+    }  # the older readers take no null
 
 
 def build_config(max_seq_len: int, max_batch_size: int, width: int) -> dict[str, Any]:
+    """As `trtllm-build` writes it: `max_seq_len` has room for a draft past the longest sequence."""
     return {
         "max_input_len": max_seq_len,
-        "max_seq_len": max_seq_len,
+        "max_seq_len": max_seq_len + width - 1,
         "max_batch_size": max_batch_size,
         "max_beam_width": 1,
-        "max_num_tokens": max_batch_size * max_seq_len,
+        "max_num_tokens": max_batch_size * (max_seq_len + width - 1),
         "opt_num_tokens": max_batch_size * width,
         "max_draft_len": width - 1,
         "speculative_decoding_mode": EXPLICIT_DRAFT_TOKENS,

@@ -36,6 +36,7 @@ class Weights:
     def save(self, path: Path) -> None:
         whole = {name: _own_storage(tensor.detach()) for name, tensor in self.tensors.items()}
         save_file(whole, path)
+        path.chmod(0o644)  # safetensors leaves it to its owner alone
 
 
 def _own_storage(tensor: torch.Tensor) -> torch.Tensor:

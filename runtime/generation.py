@@ -13,6 +13,7 @@ import numpy as np
 
 from speccompile.export.directory import EngineDirectory, open_engine
 from speccompile.export.errors import UserError
+from speccompile.runtime.self_check import self_check
 from speccompile.runtime.session import OnnxSession, StepOutput
 
 PREFILL_CHUNK = 512
@@ -67,7 +68,8 @@ class _Sequence:
 
 
 class Engine:
-    """A loaded engine directory. Sessions are made on first use, one per batch size and mode, and kept."""
+    """A loaded engine directory. Sessions are made on first use, one per batch size and mode, checked against the steps that
+    the build recorded, and kept."""
 
     def __init__(self, directory: EngineDirectory, threads: int = 0):
         self.directory = directory
@@ -88,9 +90,9 @@ class Engine:
         key = batch, plain
         if key not in self._sessions:
             self._sessions.clear()  # one set of weights in memory at a time
-            self._sessions[key] = _session_class(settings["backend"])(
-                self.directory, batch, plain, self.threads
-            )
+            session = _session_class(settings["backend"])(self.directory, batch, plain, self.threads)
+            self_check(session, self.directory)
+            self._sessions[key] = session
         return self._sessions[key]
 
     def generate(

@@ -10,7 +10,9 @@ import pytest
 import tiny
 
 SAMPLE = Path(__file__).parents[1] / "samples" / "cpp"
-INCLUDES = [Path(p) for p in (os.environ.get("SPECCOMPILE_TEST_INCLUDE"), "/usr/local/include", "/usr/include") if p]
+INCLUDES = [
+    Path(p) for p in (os.environ.get("SPECCOMPILE_TEST_INCLUDE"), "/usr/local/include", "/usr/include") if p
+]
 
 
 def header(name: str) -> Path | None:
@@ -30,7 +32,11 @@ def decode(tmp_path_factory):
     """Runs the compiled sample: (engine, budget, prompt) -> its process."""
     folder = tmp_path_factory.mktemp("cpp")
     (library,) = (Path(onnxruntime.__path__[0]) / "capi").glob("libonnxruntime.so.*")
-    found = f"-DONNXRUNTIME_INCLUDE={API}", f"-DNLOHMANN_JSON_INCLUDE={JSON}", f"-DONNXRUNTIME_LIBRARY={library}"
+    found = (
+        f"-DONNXRUNTIME_INCLUDE={API}",
+        f"-DNLOHMANN_JSON_INCLUDE={JSON}",
+        f"-DONNXRUNTIME_LIBRARY={library}",
+    )
     subprocess.run(["cmake", "-S", SAMPLE, "-B", folder, *found], check=True, capture_output=True)
     subprocess.run(["cmake", "--build", folder], check=True, capture_output=True)
 

@@ -24,7 +24,11 @@ def test_the_sections_of_tensorrt_llm_are_the_golden_ones(pairs):
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3_text", "phi3", "gpt_oss", "cohere2"])
 def test_both_readers_take_every_architecture(pairs, architecture):
     pair = pairs(architecture, draft=tiny.FAMILIES["causal-depth"])
-    config, text, settings = config_of(pair), pair.target.config.get_text_config(), pair.engine.directory.settings
+    config, text, settings = (
+        config_of(pair),
+        pair.target.config.get_text_config(),
+        pair.engine.directory.settings,
+    )
     read = read_as_cpp(config)
     width = settings["block_width"]
     assert read["architecture"] == type(pair.target).__name__

@@ -64,6 +64,13 @@ def read_as_python(config: dict[str, Any]) -> dict[str, Any]:
     """What the Python reader pops without a default; the rest it takes as keywords, or warns of."""
     pretrained, build = config["pretrained_config"], config["build_config"]
     names = ("architecture", "dtype", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    limits = ("max_input_len", "max_seq_len", "max_batch_size", "max_beam_width", "max_num_tokens", "opt_num_tokens")
+    limits = (
+        "max_input_len",
+        "max_seq_len",
+        "max_batch_size",
+        "max_beam_width",
+        "max_num_tokens",
+        "opt_num_tokens",
+    )
     assert build["kv_cache_type"].upper() in CACHE_TYPES
     return {"version": config["version"]} | {n: pretrained[n] for n in names} | {n: build[n] for n in limits}

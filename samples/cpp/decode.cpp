@@ -27,7 +27,7 @@ Json read_config(const std::string& directory) {
     std::ifstream file(directory + "/config.json");
     if (!file) throw std::runtime_error(directory + "/config.json cannot be read; give a directory that `speccompile build` wrote.");
     Json settings = Json::parse(file).at("speccompile");
-    if (settings.at("contract_version") != 2) throw std::runtime_error("This sample reads step contract version 2.");
+    if (settings.at("contract_version") != 3) throw std::runtime_error("This sample reads step contract version 3.");
     if (settings.at("step_file") != "rank0.onnx") throw std::runtime_error("This sample runs ONNX engines (--backend onnxruntime).");
     return settings;
 }
