@@ -30,6 +30,7 @@ from speccompile.export.weights import externalise
 from speccompile.passes import PassResult, run_passes
 from speccompile.passes.program import Program
 from speccompile.passes.tap_hidden_states import tap_hidden_states
+from speccompile.plugins.block_attention.contract import DOMAIN, PLUGINS, VERSION
 
 DEFAULT_MAX_SEQ_LEN = 2048
 
@@ -53,6 +54,8 @@ class BuildOptions:
     backend: str = "onnxruntime"
     sm: tuple[int, ...] = ()
     """TensorRT: compute capabilities to build for (89 for 8.9); empty: all that have the dtype."""
+    plugin: bool = False
+    """TensorRT: attention and cache updates by our plugins instead of TensorRT's own layers."""
     prefill_chunk: int = 512
     """TensorRT: most rows of a step, the upper end of its second profile."""
     force: bool = False
@@ -125,21 +128,22 @@ def build(options: BuildOptions, log: BuildLog | None = None) -> dict[str, Any]:
         models: dict[str, ir.Model] = {}
         nodes = {}
         weights = torch_program.Weights()
+        lowering = "tensorrt-plugin" if options.plugin else backend.lowering
         for name, program, rows, tapped in programs:
             with log.stage(f"passes ({name})"):
-                log.passes[name] = [tapped, *run_passes(program, backend.lowering)]
+                log.passes[name] = [tapped, *run_passes(program, lowering)]
             graph_module, inputs, outputs = program.graph_module, program.inputs, program.outputs
             nodes[name] = len(graph_module.graph.nodes)
             dims = _dims(program, caches, capacity, rows)
             if backend.kind == "tensorrt":
-                tensorrt.check_program(graph_module)
+                tensorrt.check_program(graph_module, options.plugin)
             with log.stage(f"export {name}"):
                 if backend.kind == "torch":
                     exported, names = torch_program.to_exported_program(graph_module, inputs, dims, weights)
                     with _written(options.out):
                         torch_program.save_program(exported, inputs, outputs, names, building / name)
                 else:
-                    models[name] = to_onnx(graph_module, inputs, outputs, dims, backend.lowering)
+                    models[name] = to_onnx(graph_module, inputs, outputs, dims, lowering)
                     nodes[name] = len(models[name].graph)
         settings = {
             "contract_version": engine.CONTRACT_VERSION,
@@ -176,6 +180,9 @@ def build(options: BuildOptions, log: BuildLog | None = None) -> dict[str, Any]:
             with log.stage("write weights"), _written(options.out):
                 weights.save(building / engine.TORCH_WEIGHTS)
         if backend.kind == "tensorrt":
+            settings["plugins"] = [
+                {"name": n, "namespace": DOMAIN, "version": VERSION} for n in PLUGINS
+            ] * options.plugin
             with log.stage("build engine"), _written(options.out):
                 facts["tensorrt"] = _build_tensorrt(building, options, models, settings, log)
                 models = {}
@@ -229,7 +236,7 @@ def _build_tensorrt(
     architectures = options.sm or tuple(
         sm for sm in tensorrt.ARCHITECTURES if not (options.dtype == "bfloat16" and sm == 75)
     )
-    return tensorrt.build_engine(model, building / name, profiles, architectures, log.advance)
+    return tensorrt.build_engine(model, building / name, profiles, architectures, options.plugin, log.advance)
 
 
 def _check_options(options: BuildOptions) -> tuple[Backend, BuildOptions]:
@@ -248,6 +255,10 @@ def _check_options(options: BuildOptions) -> tuple[Backend, BuildOptions]:
             raise UserError(
                 f"--prefill-chunk {options.prefill_chunk} is less than one block; give at least the block width."
             )
+    elif options.plugin:
+        raise UserError(
+            f"--plugin is of no use to --backend {backend.name}; it chooses between TensorRT's layers and ours."
+        )
     elif options.sm:
         raise UserError(f"--sm is of no use to --backend {backend.name}, which runs on a {backend.runs_on}.")
     if options.block_width is not None and options.block_width < 2:

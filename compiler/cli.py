@@ -110,6 +110,13 @@ def build(
             show_default=False,
         ),
     ] = None,
+    plugin: Annotated[
+        bool,
+        typer.Option(
+            "--plugin",
+            help="TensorRT: attend with speccompile's plugins (Triton kernels over the valid rows; the runtime is Python) instead of TensorRT's own layers.",
+        ),
+    ] = False,
     prefill_chunk: Annotated[
         int, typer.Option(help="TensorRT: most prompt tokens of a sequence in one step.")
     ] = 512,
@@ -154,6 +161,7 @@ def build(
         dtype=dtype,
         backend=backend,
         sm=_parse_numbers("--sm", sm),
+        plugin=plugin,
         prefill_chunk=prefill_chunk,
         force=force,
         trust_remote_code=trust_remote_code,

@@ -22,7 +22,7 @@ from torch import fx
 from torch.onnx._internal.exporter import _core, _decomp, _errors, _ir_passes, _registration
 
 from speccompile.export.errors import UserError
-from speccompile.plugins.block_attention import block_attention, tensorrt_native
+from speccompile.plugins.block_attention import block_attention, plugin_node, tensorrt_native
 from speccompile.plugins.block_attention import onnx as block_attention_onnx
 from speccompile.plugins.group_query_attention import group_query_attention
 from speccompile.plugins.group_query_attention import onnx as group_query_attention_onnx
@@ -60,6 +60,11 @@ _LOWERINGS = {
         torch.ops.aten.linear.default: _matmul,
         block_attention._opoverload: tensorrt_native.translate,
     },
+    "tensorrt-plugin": {
+        torch.ops.aten.linear.default: _matmul,
+        plugin_node.attend_appended._opoverload: plugin_node.translate,
+        kv_append._opoverload: plugin_node.translate_append,
+    },
 }
 """What a back end translates otherwise."""
 
@@ -70,6 +75,7 @@ def _registry(lowering: str = "onnxruntime") -> _registration.ONNXRegistry:
         logging.getLogger(f"torch.onnx._internal.exporter.{quiet}").setLevel(logging.ERROR)
     _register_fused_matmul()
     group_query_attention_onnx.register_schema()
+    plugin_node.register_schemas()
     registry = _registration.ONNXRegistry.from_torchlib(opset_version=OPSET)
     for target, translation in {
         torch.ops.aten.linear.default: _linear,

@@ -23,6 +23,8 @@ from torch import fx
 from speccompile.export.errors import UserError
 from speccompile.export.weights import externalise
 from speccompile.plugins.block_attention import block_attention
+from speccompile.plugins.block_attention.contract import LARGEST_HEAD, PLUGINS
+from speccompile.plugins.block_attention.plugin_node import attend_appended
 from speccompile.plugins.kv_append import kv_append, kv_append_pair
 
 ARCHITECTURES = (75, 80, 86, 89, 120, 121)
@@ -54,27 +56,45 @@ def check_architectures(chosen: tuple[int, ...], dtype: str) -> None:
         )
 
 
-def check_program(graph_module: fx.GraphModule) -> None:
-    """Raises UserError for what TensorRT's own layers cannot compute."""
+def check_program(graph_module: fx.GraphModule, plugin: bool) -> None:
+    """Raises UserError for what TensorRT's own layers, or our plugins, cannot compute."""
     for node in graph_module.graph.nodes:
-        if node.target is block_attention._opoverload:
-            for feature, asked in (
-                ("attention sinks", len(node.args) > 4 and node.args[4] is not None),
-                ("a soft-cap on attention scores", node.kwargs.get("softcap")),
-            ):
-                if asked:
-                    raise UserError(
-                        f"This pair attends with {feature}, which TensorRT's attention layer does not have; --backend onnxruntime does."
-                    )
-        if node.target in (kv_append._opoverload, kv_append_pair._opoverload):
-            if node.args[0].op != "placeholder":
-                raise UserError(
-                    "This draft updates a cache several times a step (a chain of passes), and TensorRT's layer allows one update; "
-                    "give a parallel draft, or --backend onnxruntime."
-                )
         if str(node.target) == "aten.topk.default" and node.args[1] > MOST_CANDIDATES:
             raise UserError(
                 f"The draft's head chooses among {node.args[1]} candidates, and TensorRT sorts at most {MOST_CANDIDATES}; give --head-candidates."
+            )
+        (_check_plugin_node if plugin else _check_native_node)(node)
+
+
+def _check_plugin_node(node: fx.Node) -> None:
+    if node.target is block_attention._opoverload:
+        raise UserError(
+            "This pair attends to rows that the same step appended before, for another purpose, which the plugin does not; leave out --plugin."
+        )
+    if node.target is attend_appended._opoverload:
+        size, value_size = (node.args[i].meta["val"].shape[3] for i in (1, 2))
+        if size != value_size or size > LARGEST_HEAD:
+            raise UserError(
+                f"This pair attends with heads of {size} (keys) and {value_size} (values), and the plugin takes equal ones up to {LARGEST_HEAD}; "
+                "leave out --plugin."
+            )
+
+
+def _check_native_node(node: fx.Node) -> None:
+    if node.target is block_attention._opoverload:
+        for feature, asked in (
+            ("attention sinks", len(node.args) > 4 and node.args[4] is not None),
+            ("a soft-cap on attention scores", node.kwargs.get("softcap")),
+        ):
+            if asked:
+                raise UserError(
+                    f"This pair attends with {feature}, which TensorRT's attention layer does not have; --plugin does."
+                )
+    if node.target in (kv_append._opoverload, kv_append_pair._opoverload):
+        if node.args[0].op != "placeholder":
+            raise UserError(
+                "This draft updates a cache several times a step (a chain of passes), and TensorRT's layer allows one update; "
+                "give a parallel draft, or --plugin."
             )
 
 
@@ -113,6 +133,7 @@ def build_engine(
     engine: Path,
     profiles: list[Profile],
     architectures: tuple[int, ...],
+    plugin: bool,
     progress: Callable[[str, int, int], None] = lambda phase, step, of: None,
 ) -> dict[str, Any]:
     """Build `engine` from the model. Returns what `inspect` shows of it. Raises UserError with TensorRT's reason."""
@@ -126,11 +147,15 @@ def build_engine(
             "engine": str(engine),
             "profiles": profiles,
             "sm": list(architectures),
+            "plugins": plugin,
         }
         (work / "spec.json").write_text(json.dumps(spec))
         layers = _run_worker(work, progress)["layers"]
     described = describe(engine)
-    _check(layers, described, len(profiles))
+    if plugin:
+        _check_plugins(model, layers, described)
+    else:
+        _check(layers, described, len(profiles))
     attentions = [layer for layer in layers if layer["type"] == "ATTENTION_OUTPUT"]
     return {
         "layers": dict(Counter(layer["type"] for layer in layers).most_common()),
@@ -190,7 +215,7 @@ def _environment(work: Path) -> dict[str, str]:
 _LAUNCH = re.compile(
     rb"function=\{ name=(\S+) .*? input_args=\{ (.*?) \} shape_args_count=\d+ output_args=\{ (.*?) \}"
 )
-_CACHE = re.compile(rb'"((?:target|draft)\.\d+\.(?:key|value))\.out')
+_CACHE = re.compile(rb'"((?:target|draft)\.\d+\.(?:key|value))(?:\.out)?\b')
 
 
 def describe(engine: Path) -> dict[str, Any]:
@@ -222,4 +247,15 @@ def _check(layers: list[dict[str, Any]], described: dict[str, Any], profiles: in
     if expanded:
         raise UserError(
             f"TensorRT-RTX reads a cache outside its attention kernel (in {expanded[0]}), every step, so the engine was not kept."
+        )
+
+
+def _check_plugins(model: ir.Model, layers: list[dict[str, Any]], described: dict[str, Any]) -> None:
+    asked = sum(node.op_type in PLUGINS for node in model.graph)
+    found = sum(layer["type"] == "PLUGIN_V3" for layer in layers)
+    if found != asked or "ATTENTION_OUTPUT" in {layer["type"] for layer in layers}:
+        raise UserError(f"TensorRT-RTX made {found} plugin layers of {asked}, so the engine was not kept.")
+    if described["cache_readers"]:
+        raise UserError(
+            f"TensorRT-RTX copies a cache (in {next(iter(described['cache_readers']))}), every step, so the engine was not kept."
         )

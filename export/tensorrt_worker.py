@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from speccompile.plugins.block_attention.tensorrt_plugin import register
+
 
 def main(path: str) -> None:
     _end_with_parent()
@@ -40,11 +42,14 @@ def _build(spec: dict[str, Any], say: Callable[..., None]) -> dict[str, Any]:
     logger = _logger(trt)
     builder = trt.Builder(logger)
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    if spec["plugins"]:
+        register(trt)
     parser = trt.OnnxParser(network, logger)
     if not parser.parse_from_file(spec["onnx"]):
         raise _Refused(_parse_error(parser))
     report = {"layers": _layers(trt, network)}
     config = builder.create_builder_config()
+    config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, spec["plugins"])
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
     for shapes in spec["profiles"]:
         profile = builder.create_optimization_profile()

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from speccompile.passes.append_and_attend import append_and_attend
 from speccompile.passes.append_in_place import append_in_place
 from speccompile.passes.drop_noops import drop_noops
 from speccompile.passes.fuse_projections import fuse_projections
@@ -33,6 +34,7 @@ COMMON: list[Pass] = [
 LOWERINGS: dict[str, list[Pass]] = {
     "onnxruntime": [lower_group_query_attention],
     "tensorrt-rtx": [one_update_per_cache],
+    "tensorrt-plugin": [append_and_attend],
     "torch": [append_in_place],
 }
 REQUIRED = {"gather_verified_rows"}

@@ -21,9 +21,9 @@ KV_APPEND = kv_append._opoverload
 def append_in_place(program: Program) -> int:
     _check_order(program)
     _drop_cache_outputs(program)
-    attentions = [n for n in program.graph.nodes if is_call(n, BLOCK_ATTENTION) and _own_rows(n)]
+    attentions = [n for n in program.graph.nodes if is_call(n, BLOCK_ATTENTION) and attends_to_own_rows(n)]
     for node in attentions:
-        if not _own_rows(node):  # another attention to the same rows came first, and writes them
+        if not attends_to_own_rows(node):  # another attention to the same rows came first, and writes them
             continue
         q, key, value, at, *sinks = node.args
         with program.graph.inserting_before(node):
@@ -45,7 +45,7 @@ def append_in_place(program: Program) -> int:
     return len(attentions)
 
 
-def _own_rows(node: fx.Node) -> bool:
+def attends_to_own_rows(node: fx.Node) -> bool:
     """Does the attention follow the append of just its own rows?"""
     q, key, value, at = node.args[:4]
     if not (is_call(key, KV_APPEND) and is_call(value, KV_APPEND) and key.args[2] is value.args[2] is at):

@@ -7,6 +7,7 @@ import numpy as np
 
 from speccompile.export.directory import EngineDirectory
 from speccompile.export.errors import UserError
+from speccompile.plugins.block_attention.tensorrt_plugin import register
 from speccompile.runtime.session import StepOutput, check_batch, output_shapes
 
 
@@ -22,6 +23,8 @@ class TensorrtSession:
             settings[k] for k in ("block_width", "capacity", "max_seq_len")
         )
         self.prefill_chunk = settings["prefill_chunk"]
+        if settings["plugins"]:
+            self.creators = register(trt)
         self.engine = _deserialize(trt, engine.path / settings["step_file"])
         self.contexts = [self._context(trt, profile) for profile in range(2)]
         dtype = getattr(torch, settings["dtype"])
@@ -75,6 +78,7 @@ class TensorrtSession:
     ) -> StepOutput:
         """Run one step, as `OnnxSession.step`; S may be up to `prefill_chunk`."""
         given = {"tokens": tokens, "num_tokens": num_tokens, "num_known": num_known, "lengths": lengths}
+        given["next_tokens"] = next_tokens
         torch, rows = self.torch, tokens.shape[1]
         context = self.contexts[0 if rows <= self.width else 1]
         if rows not in self.inputs:  # a buffer for each shape, so that a captured graph keeps its addresses

@@ -60,6 +60,10 @@ def compile_kernels(sm: int, head_size: int, dtype: str) -> list[Cubin]:
             cubins.append(_compile(kernel.attend, sm, head_size, dtype, rows, split, constants, options))
     constants = {"SIZE": head_size, "BLOCK_D": block["BLOCK_D"], "BLOCK_SPLITS": kernel.MAX_SPLITS}
     cubins.append(_compile(kernel.combine, sm, head_size, dtype, 1, True, constants, {"num_warps": 4}))
+    constants = {"SIZE": head_size, "BLOCK_D": block["BLOCK_D"], "BLOCK_N": kernel.APPEND_ROWS}
+    cubins.append(
+        _compile(kernel.append, sm, head_size, dtype, kernel.APPEND_ROWS, False, constants, {"num_warps": 4})
+    )
     return cubins
 
 
@@ -72,7 +76,17 @@ def _compile(function, sm, head_size, dtype, block_m, split, constants, options)
             signature[name] = "constexpr"
         elif name in _FLOATS:
             signature[name] = "fp32"
-        elif name in _POINTERS or name in ("q", "k", "v", "key_cache", "value_cache", "sinks", "out"):
+        elif name in _POINTERS or name in (
+            "q",
+            "k",
+            "v",
+            "key_cache",
+            "value_cache",
+            "sinks",
+            "out",
+            "cache",
+            "new",
+        ):
             signature[name] = "*" + _POINTERS.get(name, DTYPES[dtype])
             hints[index,] = [["tt.divisibility", 16]]
         else:

@@ -21,9 +21,12 @@ import torch
 import triton
 import triton.language as tl
 
+from speccompile.plugins.block_attention.contract import MOST_PROCESSORS
+
 LOG2E = tl.constexpr(1.4426950408889634)
 BIDIRECTIONAL, CAUSAL, TREE = range(3)
 MAX_SPLITS = 64
+APPEND_ROWS = 16
 
 
 @triton.jit
@@ -157,6 +160,25 @@ def combine(
     tl.store(out_at, result.to(out.dtype.element_ty), mask=d < SIZE)
 
 
+@triton.jit
+def append(
+    cache, new, at, new_batch, new_head, new_row, rows, capacity, heads,
+    SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """`kv_append` into the cache itself. Grid (tiles of BLOCK_N rows, B * Hkv)."""
+    tile, sequence_head = tl.program_id(0), tl.program_id(1)
+    b, head = sequence_head // heads, sequence_head % heads
+    t, d = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    inside = (t < rows)[:, None] & (d < SIZE)[None, :]
+    value = tl.load(
+        new + b.to(tl.int64) * new_batch + head * new_head + t[:, None] * new_row + d[None, :], mask=inside
+    )
+    row = tl.load(at + b) + t
+    tl.store(
+        cache + (sequence_head.to(tl.int64) * capacity + row[:, None]) * SIZE + d[None, :], value, mask=inside
+    )
+
+
 def tiles(groups: int, rows: int, size: int) -> dict[str, int]:
     """Block sizes for a head of `size`, up to 256, and `groups * rows` query rows: 16, what a tensor-core product takes,
     or 64; with as many keys at a time as fit in registers (`cubins` shows that nothing spills)."""
@@ -182,8 +204,18 @@ def tiles(groups: int, rows: int, size: int) -> dict[str, int]:
 def splits_for(batch: int, kv_heads: int, row_tiles: int, capacity: int, processors: int) -> int:
     """Parts of the cache so that every multiprocessor has work, each at least 256 rows; fixed by the capacity, not the
     length, so that one CUDA graph serves a sequence as it grows."""
-    wanted = -(-processors // max(1, batch * kv_heads * row_tiles))
+    wanted = -(-min(processors, MOST_PROCESSORS) // max(1, batch * kv_heads * row_tiles))
     return max(1, min(wanted, capacity // 256, MAX_SPLITS))
+
+
+def append_rows(cache: torch.Tensor, new: torch.Tensor, at: torch.Tensor) -> None:
+    """Launch `append`: `kv_append_` for a contiguous cache."""
+    batch, heads, rows, size = new.shape
+    new = new if new.stride(-1) == 1 else new.contiguous()
+    append[triton.cdiv(rows, APPEND_ROWS), batch * heads](
+        cache, new, at, *new.stride()[:3], rows, cache.shape[2], heads,
+        SIZE=size, BLOCK_D=triton.next_power_of_2(size), BLOCK_N=APPEND_ROWS,
+    )  # fmt: skip
 
 
 def append_and_attend(
@@ -201,10 +233,12 @@ def append_and_attend(
     window: int | None = None,
     softcap: float | None = None,
     splits: int | None = None,
+    out: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Launch the kernel. The caches must be contiguous; q, k and v need unit stride in their last axis only.
 
-    `splits` None: as many as fill the device.
+    `splits` None: as many as fill the device. `out` and `workspace` (float32, of `workspace_bytes`) None: allocated.
     """
     batch, heads, rows, size = q.shape
     kv_heads, capacity = key_cache.shape[1], key_cache.shape[2]
@@ -215,10 +249,12 @@ def append_and_attend(
     if splits is None:
         processors = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 1
         splits = splits_for(batch, kv_heads, row_tiles, capacity, processors)
-    out = q.new_empty(batch, rows, heads, size).transpose(1, 2)  # as the output projection wants it
-    shape = (batch * kv_heads, splits, groups * rows) if splits > 1 else (0,)
-    m, total = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
-    acc = torch.empty((*shape, size), dtype=torch.float32, device=q.device)
+    if out is None:
+        out = q.new_empty(batch, rows, heads, size).transpose(1, 2)  # as the output projection wants it
+    parts = batch * kv_heads * splits * groups * rows if splits > 1 else 0
+    if workspace is None:
+        workspace = torch.empty(parts * (size + 2), dtype=torch.float32, device=q.device)
+    acc, m, total = workspace[: parts * (size + 2)].split([parts * size, parts, parts])
     nothing = q.new_empty(0)  # read by no lane
     strides = [stride for x in (q, k, v, out) for stride in x.stride()[:3]]
     mask_kind = TREE if tree_mask is not None else CAUSAL if causal else BIDIRECTIONAL
