@@ -50,6 +50,9 @@ def _print_tensorrt(console: Console, built: dict[str, Any]) -> None:
             f"causal {kind['causal']}, decomposable {kind['decomposable']}",
             soft_wrap=True,
         )
+    if built["plugins"]:
+        plugins = ", ".join(f"{count} {name}" for name, count in built["plugins"].items())
+        console.print(f"speccompile's plugins: {plugins}; no other kernel touches a cache.")
     targets = ", ".join(f"{sm // 10}.{sm % 10}" for sm in built["architectures"])
     console.print(f"Compute capabilities {targets}; built here, not executed: that needs such a GPU.")
     if copies := sum(built["cache_readers"].values()):

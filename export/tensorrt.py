@@ -163,6 +163,7 @@ def build_engine(
             {**{k: layer[k] for k in ("mask", "lengths", "causal", "decomposable")}, "layers": count}
             for layer, count in _distinct(attentions)
         ],
+        "plugins": dict(Counter(node.op_type for node in model.graph if node.op_type in PLUGINS)),
         "architectures": list(architectures),
         "profiles": profiles,
         "cache_readers": described["cache_readers"],

@@ -40,3 +40,29 @@ def smollm2(tmp_path_factory):
     save_file(state, out / "model.safetensors", metadata={"format": "pt"})
     AutoTokenizer.from_pretrained(source, gguf_file=file).save_pretrained(out)
     return out
+
+
+@pytest.fixture
+def onnx_instead(monkeypatch):
+    """Keep the ONNX model that TensorRT would be given, in float32, as the engine: ONNX Runtime can run it."""
+
+    import dataclasses
+
+    import onnx_ir as ir
+
+    from speccompile.compiler import backends
+    from speccompile.export import tensorrt
+    from speccompile.export.weights import externalise
+    from speccompile.runtime.session import OnnxSession
+
+    def keep(model, engine, profiles, architectures, plugin, progress):
+        externalise([model], engine.parent / "rank0.weights")
+        ir.save(model, engine)
+        return {}
+
+    monkeypatch.setattr(tensorrt, "build_engine", keep)
+    monkeypatch.setattr(tensorrt, "check_installed", lambda: None)
+    backend = dataclasses.replace(backends.BACKENDS["tensorrt-rtx"], dtypes=("float32",))
+    monkeypatch.setitem(backends.BACKENDS, "tensorrt-rtx", backend)
+    monkeypatch.setattr("speccompile.compiler.build.version", lambda name: "0")
+    monkeypatch.setattr("speccompile.runtime.generation._session_class", lambda backend: OnnxSession)

@@ -1,6 +1,5 @@
 """TensorRT-RTX engines, as far as a machine without a GPU goes: the graph's numbers, the build, and what it checks."""
 
-import dataclasses
 import importlib.util
 import json
 import time
@@ -12,36 +11,16 @@ import torch
 from builder import eager_greedy
 from shell import speccompile
 
-from speccompile.compiler import backends
 from speccompile.compiler.build import BuildOptions, build
 from speccompile.export import tensorrt
 from speccompile.export.errors import UserError
-from speccompile.export.weights import externalise
 from speccompile.runtime import Engine
-from speccompile.runtime.session import OnnxSession
 
 built_here = pytest.mark.skipif(
     importlib.util.find_spec("tensorrt_rtx") is None, reason="tensorrt_rtx is not installed"
 )
 PROMPTS = ([3], [1, 2, 7, 3, 3], [0, 4, 1, 3, 2, 3, 6] * 3)
 FUSED = dict(hidden_size=128, head_dim=64)  # a head size that TensorRT has a kernel for
-
-
-@pytest.fixture
-def onnx_instead(monkeypatch):
-    """Keep the ONNX model that TensorRT would be given, in float32, as the engine: ONNX Runtime can run it."""
-
-    def keep(model, engine, profiles, architectures, progress):
-        externalise([model], engine.parent / "rank0.weights")
-        ir.save(model, engine)
-        return {}
-
-    monkeypatch.setattr(tensorrt, "build_engine", keep)
-    monkeypatch.setattr(tensorrt, "check_installed", lambda: None)
-    backend = dataclasses.replace(backends.BACKENDS["tensorrt-rtx"], dtypes=("float32",))
-    monkeypatch.setitem(backends.BACKENDS, "tensorrt-rtx", backend)
-    monkeypatch.setattr("speccompile.compiler.build.version", lambda name: "0")
-    monkeypatch.setattr("speccompile.runtime.generation._session_class", lambda backend: OnnxSession)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +151,7 @@ def test_the_parsers_error_names_the_layer(tmp_path):
     graph = ir.Graph([x], node.outputs, nodes=[node], opset_imports={"": 24, "nowhere": 1}, name="step")
     model = ir.Model(graph, ir_version=10)
     with pytest.raises(UserError, match=r"refused node 'model.layers.3.mlp/NoSuchThing_7' \(NoSuchThing\)"):
-        tensorrt.build_engine(model, tmp_path / "e", tensorrt.step_profiles(model, 4, 8, 2), (89,))
+        tensorrt.build_engine(model, tmp_path / "e", tensorrt.step_profiles(model, 4, 8, 2), (89,), False)
     assert not list(tmp_path.iterdir())
 
 
