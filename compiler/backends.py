@@ -19,6 +19,8 @@ class Backend:
     """Plain decoding beside the step, where the back end writes it."""
     kind: str = "onnx"
     """What its files are: "onnx", "torch" (exported programs) or "tensorrt"."""
+    library: str | None = None
+    """TensorRT: the module that builds and runs it."""
 
 
 BACKENDS = {
@@ -41,6 +43,17 @@ BACKENDS = {
             "tensorrt-rtx",
             TENSORRT_STEP,
             None,
+            "tensorrt",
+            "tensorrt_rtx",
+        ),
+        Backend(
+            "tensorrt",
+            "GPU like the one it is built on",
+            ("float16", "bfloat16", "float32"),
+            "tensorrt-plugin",
+            TENSORRT_STEP,
+            None,
+            "tensorrt",
             "tensorrt",
         ),
     )

@@ -233,10 +233,15 @@ def _build_tensorrt(
     chunk = min(options.prefill_chunk, settings["max_seq_len"])
     profiles = tensorrt.step_profiles(model, settings["block_width"], chunk, options.max_batch_size)
     settings["prefill_chunk"] = chunk
+    backend = backends.choose(options.backend)
     architectures = options.sm or tuple(
-        sm for sm in tensorrt.ARCHITECTURES if not (options.dtype == "bfloat16" and sm == 75)
+        sm
+        for sm in tensorrt.ARCHITECTURES
+        if backend.library == "tensorrt_rtx" and not (options.dtype == "bfloat16" and sm == 75)
     )
-    return tensorrt.build_engine(model, building / name, profiles, architectures, options.plugin, log.advance)
+    return tensorrt.build_engine(
+        model, building / name, profiles, architectures, options.plugin, log.advance, backend.library
+    )
 
 
 def _check_options(options: BuildOptions) -> tuple[Backend, BuildOptions]:
@@ -249,8 +254,14 @@ def _check_options(options: BuildOptions) -> tuple[Backend, BuildOptions]:
             f"--dtype {options.dtype} is not something {backend.name} computes in here; choose one of: {', '.join(backend.dtypes)}."
         )
     if backend.kind == "tensorrt":
-        tensorrt.check_installed()
-        tensorrt.check_architectures(options.sm, options.dtype)
+        tensorrt.check_installed(backend.library)
+        if backend.library == "tensorrt_rtx":
+            tensorrt.check_architectures(options.sm, options.dtype)
+        elif options.sm:
+            raise UserError(
+                "--sm is of no use to --backend tensorrt, which builds for this machine's GPU; --backend tensorrt-rtx takes it."
+            )
+        options = replace(options, plugin=options.plugin or backend.lowering == "tensorrt-plugin")
         if options.prefill_chunk < (options.block_width or 1):
             raise UserError(
                 f"--prefill-chunk {options.prefill_chunk} is less than one block; give at least the block width."
@@ -448,6 +459,8 @@ def _write(
     } | facts
     engine.write_json(building / "report.json", report)
     packages = ["speccompile", "torch", "transformers", "onnx", "onnxscript", "onnxruntime"]
-    packages += ["tensorrt-rtx"] * ("tensorrt" in facts)
-    engine.write_manifest(building, {name: version(name) for name in packages})
+    versions = {name: version(name) for name in packages}
+    if "tensorrt" in facts:
+        versions[facts["tensorrt"]["library"]] = facts["tensorrt"]["version"]
+    engine.write_manifest(building, versions)
     return report

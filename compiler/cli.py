@@ -91,7 +91,7 @@ def build(
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="Type of weights and caches: float32 or float16 for onnxruntime, float16 or bfloat16 for tensorrt-rtx, bfloat16, float16 or float32 for torch. "
+            help="Type of weights and caches: float32 or float16 for onnxruntime, float16 or bfloat16 for tensorrt-rtx, those or float32 for tensorrt and torch. "
             "\\[default: the first]",
             show_default=False,
         ),
@@ -99,7 +99,7 @@ def build(
     backend: Annotated[
         str,
         typer.Option(
-            help="What runs the engine: onnxruntime (CPU), torch (CUDA, or CPU), or tensorrt-rtx (NVIDIA GPUs; built without one)."
+            help="What runs the engine: onnxruntime (CPU), torch (CUDA, or CPU), tensorrt-rtx (NVIDIA GPUs; built without one), or tensorrt (the GPU at hand, with --plugin)."
         ),
     ] = "onnxruntime",
     sm: Annotated[

@@ -53,8 +53,8 @@ def _print_tensorrt(console: Console, built: dict[str, Any]) -> None:
     if built["plugins"]:
         plugins = ", ".join(f"{count} {name}" for name, count in built["plugins"].items())
         console.print(f"speccompile's plugins: {plugins}; no other kernel touches a cache.")
-    targets = ", ".join(f"{sm // 10}.{sm % 10}" for sm in built["architectures"])
-    console.print(f"Compute capabilities {targets}; built here, not executed: that needs such a GPU.")
+    if targets := ", ".join(f"{sm // 10}.{sm % 10}" for sm in built["architectures"]):
+        console.print(f"Compute capabilities {targets}; built here, not executed: that needs such a GPU.")
     if copies := sum(built["cache_readers"].values()):
         console.print(
             f"TensorRT-RTX copies caches before its attention kernel: {copies} copies in {len(built['profiles'])} profiles.",

@@ -1,4 +1,5 @@
-"""Engines of TensorRT-RTX, built on a machine that needs no GPU, and what can be read from them there.
+"""Engines of TensorRT-RTX, built on a machine that needs no GPU, and what can be read from them there; and of TensorRT,
+built on the GPU they are for.
 
 The library runs in a process of its own (`tensorrt_worker`), since some of its failures end the process. What it
 builds is checked before it is kept: TensorRT silently drops lengths and masks, falls back to plain matrix products,
@@ -37,10 +38,11 @@ Profile = dict[str, dict[str, list[int]]]
 """{input: {"min": shape, "opt": shape, "max": shape}}"""
 
 
-def check_installed() -> None:
-    if importlib.util.find_spec("tensorrt_rtx") is None:
+def check_installed(library: str) -> None:
+    if importlib.util.find_spec(library) is None:
+        backend = library.replace("_", "-")
         raise UserError(
-            "--backend tensorrt-rtx needs the package tensorrt_rtx, which is not installed: pip install 'speccompile[tensorrt-rtx]'."
+            f"--backend {backend} needs the package {library}, which is not installed: pip install 'speccompile[{backend}]'."
         )
 
 
@@ -135,6 +137,7 @@ def build_engine(
     architectures: tuple[int, ...],
     plugin: bool,
     progress: Callable[[str, int, int], None] = lambda phase, step, of: None,
+    library: str = "tensorrt_rtx",
 ) -> dict[str, Any]:
     """Build `engine` from the model. Returns what `inspect` shows of it. Raises UserError with TensorRT's reason."""
     with tempfile.TemporaryDirectory(dir=engine.parent, prefix=".tensorrt-") as folder:
@@ -142,7 +145,7 @@ def build_engine(
         externalise([model], work / "weights")
         ir.save(model, work / "step.onnx")
         spec = {
-            "library": "tensorrt_rtx",
+            "library": library,
             "onnx": str(work / "step.onnx"),
             "engine": str(engine),
             "profiles": profiles,
@@ -150,7 +153,8 @@ def build_engine(
             "plugins": plugin,
         }
         (work / "spec.json").write_text(json.dumps(spec))
-        layers = _run_worker(work, progress)["layers"]
+        report = _run_worker(work, library, progress)
+        layers = report["layers"]
     described = describe(engine)
     if plugin:
         _check_plugins(model, layers, described)
@@ -163,6 +167,8 @@ def build_engine(
             {**{k: layer[k] for k in ("mask", "lengths", "causal", "decomposable")}, "layers": count}
             for layer, count in _distinct(attentions)
         ],
+        "library": library,
+        "version": report["version"],
         "plugins": dict(Counter(node.op_type for node in model.graph if node.op_type in PLUGINS)),
         "architectures": list(architectures),
         "profiles": profiles,
@@ -175,11 +181,11 @@ def _distinct(attentions: list[dict[str, Any]]) -> list[tuple[dict[str, Any], in
     return [(json.loads(text), count) for text, count in counts.items()]
 
 
-def _run_worker(work: Path, progress: Callable[[str, int, int], None]) -> dict[str, Any]:
+def _run_worker(work: Path, library: str, progress: Callable[[str, int, int], None]) -> dict[str, Any]:
     command = [sys.executable, "-m", "speccompile.export.tensorrt_worker", str(work / "spec.json")]
     with (work / "errors").open("w+") as errors:
         process = subprocess.Popen(
-            command, env=_environment(work), stdout=subprocess.PIPE, stderr=errors, text=True
+            command, env=_environment(work, library), stdout=subprocess.PIPE, stderr=errors, text=True
         )
         answer: dict[str, Any] = {}
         for line in process.stdout:
@@ -193,7 +199,7 @@ def _run_worker(work: Path, progress: Callable[[str, int, int], None]) -> dict[s
             return answer["report"]
         errors.seek(0)
         last = errors.read().strip().splitlines()[-1:] or ["it said nothing"]
-    raise UserError(_readable(answer.get("error") or f"TensorRT-RTX ended with code {code}: {last[0]}"))
+    raise UserError(_readable(answer.get("error") or f"TensorRT ended with code {code}: {last[0]}"))
 
 
 def _readable(error: str) -> str:
@@ -205,8 +211,10 @@ def _readable(error: str) -> str:
     return " ".join(error.split())[:500]
 
 
-def _environment(work: Path) -> dict[str, str]:
-    """The parser opens `libtensorrt_rtx.so`, of which the wheel has only `.so.1`, and ends the process where it finds none."""
+def _environment(work: Path, library: str) -> dict[str, str]:
+    """TensorRT-RTX's parser opens `libtensorrt_rtx.so`, of which the wheel has only `.so.1`, and ends the process where it finds none."""
+    if library != "tensorrt_rtx":
+        return dict(os.environ)
     libraries = Path(importlib.util.find_spec("tensorrt_rtx_libs").submodule_search_locations[0])
     (work / "libtensorrt_rtx.so").symlink_to(libraries / "libtensorrt_rtx.so.1")
     known = os.environ.get("LD_LIBRARY_PATH")
@@ -255,7 +263,7 @@ def _check_plugins(model: ir.Model, layers: list[dict[str, Any]], described: dic
     asked = sum(node.op_type in PLUGINS for node in model.graph)
     found = sum(layer["type"] == "PLUGIN_V3" for layer in layers)
     if found != asked or "ATTENTION_OUTPUT" in {layer["type"] for layer in layers}:
-        raise UserError(f"TensorRT-RTX made {found} plugin layers of {asked}, so the engine was not kept.")
+        raise UserError(f"TensorRT made {found} plugin layers of {asked}, so the engine was not kept.")
     if described["cache_readers"]:
         raise UserError(
             f"TensorRT-RTX copies a cache (in {next(iter(described['cache_readers']))}), every step, so the engine was not kept."

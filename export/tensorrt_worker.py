@@ -47,7 +47,7 @@ def _build(spec: dict[str, Any], say: Callable[..., None]) -> dict[str, Any]:
     parser = trt.OnnxParser(network, logger)
     if not parser.parse_from_file(spec["onnx"]):
         raise _Refused(_parse_error(parser))
-    report = {"layers": _layers(trt, network)}
+    report = {"layers": _layers(trt, network), "version": trt.__version__}
     config = builder.create_builder_config()
     config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, spec["plugins"])
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED

@@ -132,7 +132,7 @@ def _session_class(backend: str) -> type:
         from speccompile.runtime.torch_session import TorchSession
 
         return TorchSession
-    if backend == "tensorrt-rtx":
+    if backend in ("tensorrt-rtx", "tensorrt"):
         from speccompile.runtime.tensorrt_session import TensorrtSession
 
         return TensorrtSession

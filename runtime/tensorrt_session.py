@@ -1,7 +1,9 @@
-"""One step of an engine on TensorRT-RTX: caches in device memory, written in place, one CUDA graph for each shape.
+"""One step of an engine on TensorRT-RTX or TensorRT: caches in device memory, written in place, one CUDA graph for each shape.
 
 PyTorch holds the device memory. Not executed where this was written: it had no GPU.
 """
+
+import importlib
 
 import numpy as np
 
@@ -12,7 +14,7 @@ from speccompile.runtime.session import StepOutput, check_batch, output_shapes
 
 
 class TensorrtSession:
-    """The fused step of a `tensorrt-rtx` engine, for a fixed number of sequences."""
+    """The fused step of a `tensorrt-rtx` or `tensorrt` engine, for a fixed number of sequences."""
 
     def __init__(self, engine: EngineDirectory, batch: int, plain: bool = False, threads: int = 0):
         torch, trt = _libraries(engine)
@@ -25,6 +27,9 @@ class TensorrtSession:
         self.prefill_chunk = settings["prefill_chunk"]
         if settings["plugins"]:
             self.creators = register(trt)
+        self.captures = not hasattr(trt, "CudaGraphStrategy")
+        """TensorRT-RTX captures CUDA graphs itself; for TensorRT it is done here."""
+        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.engine = _deserialize(trt, engine.path / settings["step_file"])
         self.contexts = [self._context(trt, profile) for profile in range(2)]
         dtype = getattr(torch, settings["dtype"])
@@ -54,12 +59,15 @@ class TensorrtSession:
         self.inputs: dict[int, dict] = {}
 
     def _context(self, trt, profile: int):
-        config = self.engine.create_runtime_config()
-        config.cuda_graph_strategy = trt.CudaGraphStrategy.WHOLE_GRAPH_CAPTURE
-        context = self.engine.create_execution_context(config)
+        if self.captures:
+            context = self.engine.create_execution_context()
+        else:
+            config = self.engine.create_runtime_config()
+            config.cuda_graph_strategy = trt.CudaGraphStrategy.WHOLE_GRAPH_CAPTURE
+            context = self.engine.create_execution_context(config)
         stream = self.torch.cuda.current_stream()
         if not context.set_optimization_profile_async(profile, stream.cuda_stream):
-            raise UserError(f"TensorRT-RTX refused optimization profile {profile} of this engine.")
+            raise UserError(f"TensorRT refused optimization profile {profile} of this engine.")
         stream.synchronize()
         return context
 
@@ -89,36 +97,48 @@ class TensorrtSession:
             buffer.copy_(torch.from_numpy(np.ascontiguousarray(given[name], dtype=np.int64)))
             context.set_input_shape(name, tuple(buffer.shape))
             context.set_tensor_address(name, buffer.data_ptr())
+        if rows in self.graphs:
+            self.graphs[rows].replay()
+        else:
+            self._execute(context)
+            if self.captures and rows == self.width:
+                self.graphs[rows] = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(self.graphs[rows]):  # it records the step, and does not run it again
+                    self._execute(context)
         stream = torch.cuda.current_stream()
-        if not context.execute_async_v3(stream.cuda_stream):
-            raise RuntimeError("TensorRT-RTX could not run the step.")
         for name, buffer in self.outputs.items():
             self.pinned[name].copy_(buffer, non_blocking=True)
         stream.synchronize()
         return StepOutput(**{name: value.numpy().copy() for name, value in self.pinned.items()})
 
+    def _execute(self, context) -> None:
+        if not context.execute_async_v3(self.torch.cuda.current_stream().cuda_stream):
+            raise RuntimeError("TensorRT could not run the step.")
+
 
 def _libraries(engine: EngineDirectory):
+    backend = engine.settings["backend"]
     try:
-        import tensorrt_rtx
-        import torch
+        trt = importlib.import_module(backend.replace("-", "_"))
     except ImportError as error:
         raise UserError(
-            f"{engine.path} is a TensorRT-RTX engine; running it needs {error.name}: pip install 'speccompile[tensorrt-rtx]'."
+            f"{engine.path} is a {backend} engine; running it needs {error.name}: pip install 'speccompile[{backend}]'."
         ) from None
+    import torch
+
     if not torch.cuda.is_available():
         raise UserError(
-            f"{engine.path} is a TensorRT-RTX engine and runs on an NVIDIA GPU, which PyTorch does not find here "
+            f"{engine.path} is a {backend} engine and runs on an NVIDIA GPU, which PyTorch does not find here "
             "(it needs a driver and a CUDA build of torch); `speccompile inspect` reads it anywhere."
         )
-    return torch, tensorrt_rtx
+    return torch, trt
 
 
 def _deserialize(trt, path):
     engine = trt.Runtime(trt.Logger(trt.Logger.ERROR)).deserialize_cuda_engine(path.read_bytes())
     if engine is None:
         raise UserError(
-            f"{path} could not be loaded: TensorRT-RTX {trt.__version__} or this GPU is not what it was built for (manifest.json and "
+            f"{path} could not be loaded: {trt.__name__} {trt.__version__} or this GPU is not what it was built for (manifest.json and "
             "`speccompile inspect` say what is)."
         )
     return engine

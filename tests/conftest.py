@@ -55,14 +55,13 @@ def onnx_instead(monkeypatch):
     from speccompile.export.weights import externalise
     from speccompile.runtime.session import OnnxSession
 
-    def keep(model, engine, profiles, architectures, plugin, progress):
+    def keep(model, engine, profiles, architectures, plugin, progress, library):
         externalise([model], engine.parent / "rank0.weights")
         ir.save(model, engine)
-        return {}
+        return {"library": library, "version": "0"}
 
     monkeypatch.setattr(tensorrt, "build_engine", keep)
-    monkeypatch.setattr(tensorrt, "check_installed", lambda: None)
+    monkeypatch.setattr(tensorrt, "check_installed", lambda library: None)
     backend = dataclasses.replace(backends.BACKENDS["tensorrt-rtx"], dtypes=("float32",))
     monkeypatch.setitem(backends.BACKENDS, "tensorrt-rtx", backend)
-    monkeypatch.setattr("speccompile.compiler.build.version", lambda name: "0")
     monkeypatch.setattr("speccompile.runtime.generation._session_class", lambda backend: OnnxSession)

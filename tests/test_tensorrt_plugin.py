@@ -21,6 +21,7 @@ from speccompile.export.directory import open_engine
 from speccompile.export.errors import UserError
 from speccompile.plugins.block_attention import contract, plugin_node, tensorrt_plugin
 from speccompile.plugins.kv_append import kv_append
+from speccompile.runtime import Engine
 from speccompile.runtime.self_check import self_check
 from speccompile.runtime.session import StepOutput
 
@@ -218,6 +219,58 @@ def test_an_engine_with_plugins_is_built_without_a_gpu(target, tmp_path, family,
     assert settings["plugins"] == [
         {"name": name, "namespace": "speccompile", "version": "1"} for name in ("BlockAttention", "KVAppend")
     ]
+
+
+@built_here
+def test_the_full_librarys_road(target, tmp_path, monkeypatch):
+    """`--backend tensorrt` with TensorRT-RTX in the place of TensorRT, which needs a GPU to be imported."""
+    library = tmp_path / "library"
+    library.mkdir()
+    (library / "tensorrt.py").write_text("from tensorrt_rtx import *\nfrom tensorrt_rtx import __version__\n")
+    (libraries,) = importlib.util.find_spec("tensorrt_rtx_libs").submodule_search_locations
+    (library / "libtensorrt_rtx.so").symlink_to(f"{libraries}/libtensorrt_rtx.so.1")
+    monkeypatch.setenv("PYTHONPATH", str(library))
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(library))
+    monkeypatch.syspath_prepend(str(library))
+    draft = tiny.save_draft(tmp_path / "draft", target)
+    options = "--target", target, "--draft", draft, "--out", tmp_path / "engine", "--backend", "tensorrt"
+    done = speccompile("build", *options, "--max-seq-len", 64, "--json")
+    built = json.loads(done.stdout)["tensorrt"]
+    assert built["library"] == "tensorrt" and built["plugins"]["BlockAttention"] == 4 + 2
+    assert built["architectures"] == []
+    assert "tensorrt" in json.loads((tmp_path / "engine" / "manifest.json").read_text())["versions"]
+    assert (
+        "--sm is of no use to --backend tensorrt"
+        in speccompile("build", *options, "--force", "--sm", "89", code=2).stderr
+    )
+    if not torch.cuda.is_available():
+        refused = speccompile("run", tmp_path / "engine", "--prompt-ids", "1", code=2).stderr
+        assert "is a tensorrt engine and runs on an NVIDIA GPU" in " ".join(refused.split())
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tensorrt") is not None, reason="TensorRT is installed")
+def test_where_tensorrt_is_missing(target, tmp_path):
+    draft = tiny.save_draft(tmp_path / "draft", target)
+    options = "--target", target, "--draft", draft, "--out", tmp_path / "engine", "--backend", "tensorrt"
+    said = " ".join(speccompile("build", *options, code=2).stderr.split())
+    assert "needs the package tensorrt, which is not installed: pip install 'speccompile[tensorrt]'" in said
+
+
+@pytest.mark.gpu
+@built_here
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("plugin", [False, True])
+@pytest.mark.parametrize("family", ["causal-depth", "dflash2"])
+def test_on_a_gpu(target, tmp_path, family, plugin):
+    """The engine loads (which checks the recorded steps) and emits what the torch back end does at the same dtype."""
+    draft = tiny.save_draft(tmp_path / "draft", target, **tiny.FAMILIES[family])
+    paths = str(target), str(draft)
+    build(BuildOptions(*paths, tmp_path / "rtx", max_seq_len=64, backend="tensorrt-rtx", plugin=plugin))
+    build(BuildOptions(*paths, tmp_path / "torch", max_seq_len=64, backend="torch", dtype="float16"))
+    engines = [Engine.load(tmp_path / name) for name in ("rtx", "torch")]
+    for prompts in ([[3]], [[1, 2, 7], [5, 5], [9] * 20]):
+        found, expected = ([r.token_ids for r in engine.generate(prompts, 24)] for engine in engines)
+        assert found == expected
 
 
 def test_the_plugin_is_refused_where_it_is_of_no_use(target, tmp_path, onnx_instead):
