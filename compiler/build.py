@@ -19,6 +19,7 @@ from speccompile.compiler import backends, checkpoint, referee, samples, tracing
 from speccompile.compiler.backends import Backend
 from speccompile.compiler.drafts.config import DraftConfig
 from speccompile.compiler.drafts.loading import load_draft, resolve_draft
+from speccompile.compiler.sampling import SAMPLING_INPUTS
 from speccompile.compiler.stages import Stage, flat_copy, inline
 from speccompile.compiler.step import Step
 from speccompile.export import directory as engine
@@ -54,6 +55,8 @@ class BuildOptions:
     backend: str = "onnxruntime"
     sm: tuple[int, ...] = ()
     """TensorRT: compute capabilities to build for (89 for 8.9); empty: all that have the dtype."""
+    sampling: bool = False
+    """The step takes temperature, top-k, top-p, min-p and uniform numbers; otherwise it is greedy."""
     plugin: bool = False
     """TensorRT: attention and cache updates by our plugins instead of TensorRT's own layers."""
     prefill_chunk: int = 512
@@ -148,6 +151,7 @@ def build(options: BuildOptions, log: BuildLog | None = None) -> dict[str, Any]:
         settings = {
             "contract_version": engine.CONTRACT_VERSION,
             "backend": options.backend,
+            "sampling": options.sampling,
             "dtype": options.dtype,
             "step_file": backend.step_file,
             "plain_file": backend.plain_file,
@@ -254,6 +258,10 @@ def _check_options(options: BuildOptions) -> tuple[Backend, BuildOptions]:
             f"--dtype {options.dtype} is not something {backend.name} computes in here; choose one of: {', '.join(backend.dtypes)}."
         )
     if backend.kind == "tensorrt":
+        if options.sampling:
+            raise UserError(
+                f"--sampling is not something --backend {backend.name} has yet (its histograms need an operation TensorRT lacks); onnxruntime and torch do."
+            )
         tensorrt.check_installed(backend.library)
         if backend.library == "tensorrt_rtx":
             tensorrt.check_architectures(options.sm, options.dtype)
@@ -371,14 +379,16 @@ def _fuse(
     chain = draft_config is not None and draft_config.backbone == "chain"
     confident = draft_config is not None and draft_config.confidence != "none"
     threshold = options.confidence_threshold if confident else None
-    step = Step(width, tapped, *draft, chain=chain, confident=confident, threshold=threshold)
+    step = Step(
+        width, tapped, *draft, chain=chain, confident=confident, threshold=threshold, sampling=options.sampling
+    )
     stages = [tapped, *draft]
-    graph_module = tracing.trace_step(step, stages, examples["target"], examples["draft"], chain)
+    graph_module = tracing.trace_step(step, stages, examples["target"], examples["draft"], chain, options.sampling, width)
     inline(graph_module, stages)
     small = ["emitted", "num_emitted", "new_lengths"]
     small += ["block"] * bool(draft) + ["confidence"] * confident + ["num_proposed"] * (threshold is not None)
     inputs = ["tokens", "num_tokens", "num_known", "lengths", *names["target"], *names["draft"]]
-    inputs += ["next_tokens"] * chain
+    inputs += ["next_tokens"] * chain + list(SAMPLING_INPUTS) * options.sampling
     aliases = {f"{name}.out": name for name in (*names["target"], *names["draft"])}
     return Program(graph_module, inputs, [*small, *aliases], aliases), tap_result
 
@@ -408,6 +418,7 @@ def _dims(program: Program, caches: dict[str, tuple[int, int]], capacity: int, w
         "emitted": ["batch", width],
         "block": ["batch", width],
         "confidence": ["batch", width - 1],
+        "uniforms": ["batch", width],
     }
     for name in (*program.inputs, *program.outputs):
         cache = program.aliases.get(name, name)

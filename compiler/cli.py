@@ -110,6 +110,13 @@ def build(
             show_default=False,
         ),
     ] = None,
+    sampling: Annotated[
+        bool,
+        typer.Option(
+            "--sampling",
+            help="The engine can sample (temperature, top-k, top-p, min-p, seed), exactly as the target would; it still decodes greedily unless asked.",
+        ),
+    ] = False,
     plugin: Annotated[
         bool,
         typer.Option(
@@ -161,6 +168,7 @@ def build(
         dtype=dtype,
         backend=backend,
         sm=_parse_numbers("--sm", sm),
+        sampling=sampling,
         plugin=plugin,
         prefill_chunk=prefill_chunk,
         force=force,

@@ -7,8 +7,9 @@ serves it finds out that it computes something else. `runtime/self_check.py` is 
 import torch
 from torch import fx
 
+from speccompile.compiler.sampling import SAMPLING_INPUTS
 from speccompile.compiler.stages import flat_copy
-from speccompile.passes.program import Program
+from speccompile.passes.program import Program, is_call
 
 CHUNK = 24
 CLEAR = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
@@ -52,12 +53,16 @@ class _Runner:
         graph_module = flat_copy(program.graph_module)
         output = next(n for n in graph_module.graph.nodes if n.op == "output")
         emitted = output.args[0][program.outputs.index("emitted")]
-        output.args = ((*output.args[0], emitted.args[0]),)  # the logits behind the choices [1, K, V]
+        greedy = emitted.args[1] if is_call(emitted, torch.ops.aten.where.self) else emitted
+        output.args = ((*output.args[0], greedy.args[0]),)  # the logits behind the choices [1, K, V]
         self.interpreter = fx.Interpreter(graph_module)
         self.program, self.dtype = program, dtype
         self.caches = {
             name: torch.zeros(1, heads, capacity, size, dtype=dtype) for name, (heads, size) in caches.items()
         }
+        width = output.args[0][program.outputs.index("emitted")].meta["val"].shape[1]
+        numbers = torch.zeros(1), torch.zeros(1, dtype=torch.long), torch.ones(1), torch.zeros(1), torch.zeros(1, width)
+        self.greedy = dict(zip(SAMPLING_INPUTS, numbers))
         self.recorded: dict[str, torch.Tensor] = {}
         self.steps = 0
 
@@ -70,7 +75,7 @@ class _Runner:
             "num_known": torch.tensor([known]),
             "lengths": torch.tensor([length]),
             "next_tokens": torch.tensor([following]),
-        }
+        } | self.greedy
         inputs = given | self.caches
         *values, logits = self.interpreter.run(*(inputs[name] for name in self.program.inputs))
         out = dict(zip(self.program.outputs, values, strict=True))
@@ -79,7 +84,8 @@ class _Runner:
         best = logits[0, : int(out["num_emitted"])].float().topk(2, dim=-1).values
         lead = (best[:, 0] - best[:, 1]).min()
         clear = lead > CLEAR[self.dtype] * logits.abs().max()
-        for name, value in (given | out | {"clear": clear.to(torch.int64)}).items():
+        kept = {name: value for name, value in given.items() if name not in self.greedy}
+        for name, value in (kept | out | {"clear": clear.to(torch.int64)}).items():
             self.recorded[f"{self.steps}.{name}"] = value.clone().contiguous()
         self.steps += 1
         return out

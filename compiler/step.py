@@ -10,6 +10,7 @@ B sequences, S rows this step (K in decoding, a chunk in prefill), K block width
 import torch
 from torch import nn
 
+from speccompile.compiler.sampling import sample
 from speccompile.compiler.stages import Stage
 
 
@@ -19,12 +20,12 @@ def take_rows(values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 class Step(nn.Module):
-    """Greedy verify-and-propose. Without draft stages and with width 1 it is plain decoding, one row a step.
+    """Verify-and-propose, greedy or sampled. Without draft stages and with width 1 it is plain decoding, one row a step.
 
     Inputs: `tokens` [B, S] left-aligned, `num_tokens` [B] how many are real, `num_known` [B] how many are given,
     `lengths` [B] committed tokens already cached (all int64); for a chain draft `next_tokens` [B], the token after the
-    last known one where it is given too (a prompt chunk that is not the last), else -1; the target's and the draft's
-    caches, a flat list of key, value, key, value, … [B, Hkv, C, D].
+    last known one where it is given too (a prompt chunk that is not the last), else -1; with `sampling` what
+    `sampling.sample` takes; the target's and the draft's caches, a flat list of key, value, key, value, … [B, Hkv, C, D].
 
     Outputs: `emitted` [B, K] and `num_emitted` [B], the target's choices after the last known row (accepted
     proposals, then the bonus token); `new_lengths` [B] = lengths + num_known + accepted; with a draft `block`
@@ -41,10 +42,11 @@ class Step(nn.Module):
         chain: bool = False,
         confident: bool = False,
         threshold: float | None = None,
+        sampling: bool = False,
     ):
         super().__init__()
         self.width, self.target, self.inject, self.propose = width, target, inject, propose
-        self.chain, self.confident, self.threshold = chain, confident, threshold
+        self.chain, self.confident, self.threshold, self.sampling = chain, confident, threshold, sampling
 
     def forward(
         self,
@@ -54,16 +56,18 @@ class Step(nn.Module):
         lengths: torch.Tensor,
         target_caches: list[torch.Tensor],
         draft_caches: list[torch.Tensor],
-        next_tokens: torch.Tensor | None = None,
+        extra: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
+        next_tokens = extra[0] if self.chain else None
         # Verify: one target pass over all rows; the choice after the last known row, and after each proposal.
         logits, *target_outputs = self.target(tokens, lengths, *target_caches)
         features, target_caches = target_outputs[: -len(target_caches)], target_outputs[-len(target_caches) :]
         rows = num_known[:, None] - 1 + torch.arange(self.width, device=tokens.device)  # [B, K]
         rows = rows.clamp(min=0).clamp(max=tokens.shape[1] - 1)
-        choices = take_rows(logits, rows).argmax(-1)  # [B, K]
+        logits = take_rows(logits, rows)
+        choices = sample(logits, *extra[-5:]) if self.sampling else logits.argmax(-1)  # [B, K]
 
-        # Accept: proposals count until the first one that is not the target's own choice.
+        # Accept: proposals count until the first one that is not the target's own choice, or draw.
         proposals = tokens.gather(1, rows[:, 1:])  # [B, K-1]: row num_known holds the first proposal
         is_proposal = (
             num_known[:, None] + torch.arange(self.width - 1, device=tokens.device) < num_tokens[:, None]

@@ -424,12 +424,20 @@ def trace_draft(
     return inject, _trace("propose", propose_module, propose_example, 0, propose_shapes)
 
 
+def sampling_example(width: int) -> list[torch.Tensor]:
+    """What `SAMPLING_INPUTS` name."""
+    real = torch.zeros(BATCH)
+    return [real, real.long(), real + 1, real.clone(), torch.zeros(BATCH, width)]
+
+
 def trace_step(
     step: nn.Module,
     stages: list[Stage],
     target_caches: list[torch.Tensor],
     draft_caches: list[torch.Tensor],
     chain: bool = False,
+    sampling: bool = False,
+    width: int = 1,
 ) -> fx.GraphModule:
     """Export the step's own few dozen operations, with every stage as one call."""
     dynamic = torch.export.Dim.DYNAMIC
@@ -440,7 +448,7 @@ def trace_step(
         *vectors[:3],
         target_caches,
         draft_caches,
-        *([vectors[3]] if chain else []),
+        [vectors[3]] * chain + sampling_example(width) * sampling,
     )
     shapes = (
         {0: dynamic, 1: dynamic},
@@ -449,7 +457,7 @@ def trace_step(
         batch,
         [batch] * len(target_caches),
         [batch] * len(draft_caches),
-        *([batch] if chain else []),
+        [batch] * (chain + 5 * sampling),
     )
     with callable_stages(*stages):
         program = _export(step, example, shapes)

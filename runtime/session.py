@@ -26,6 +26,33 @@ class StepOutput:
     num_proposed: np.ndarray | None = None
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """How each sequence of a step draws its tokens, for engines built with `--sampling`: `temperature` (0: greedy), `top_p`,
+    `min_p` [B] float32, `top_k` [B] int64 (0: all), `uniforms` [B, K] float32 in [0, 1)."""
+
+    temperature: np.ndarray
+    top_k: np.ndarray
+    top_p: np.ndarray
+    min_p: np.ndarray
+    uniforms: np.ndarray
+
+    @classmethod
+    def greedy(cls, batch: int, width: int) -> "Sampling":
+        real = np.zeros(batch, np.float32)
+        return cls(real, np.zeros(batch, np.int64), real + 1, real, np.zeros((batch, width), np.float32))
+
+
+def small_inputs(session, names, tokens, num_tokens, num_known, lengths, next_tokens, sampling) -> dict[str, np.ndarray]:
+    """The step's inputs but caches, as far as `names` has them, contiguous and in their types."""
+    given = {
+        "tokens": tokens, "num_tokens": num_tokens, "num_known": num_known, "lengths": lengths, "next_tokens": next_tokens,
+    }  # fmt: skip
+    given = {name: np.ascontiguousarray(value, dtype=np.int64) for name, value in given.items()}
+    given |= vars(sampling or Sampling.greedy(session.batch, session.width))
+    return {name: value for name, value in given.items() if name in names}
+
+
 def check_batch(batch: int, settings: dict) -> None:
     if batch > settings["max_batch_size"]:
         raise UserError(
@@ -73,7 +100,7 @@ class OnnxSession:
             self.binding.bind_ortvalue_input(cache, buffer)
         for output, cache in settings["aliases"][name].items():
             self.binding.bind_ortvalue_output(output, self.caches[cache])
-        self.takes_next_tokens = "next_tokens" in present
+        self.small = present - set(self.caches)
         returned = {value.name for value in self.session.get_outputs()}
         self.outputs = {
             n: ort.OrtValue.ortvalue_from_numpy(
@@ -97,16 +124,16 @@ class OnnxSession:
         num_known: np.ndarray,
         lengths: np.ndarray,
         next_tokens: np.ndarray,
+        sampling: Sampling | None = None,
     ) -> StepOutput:
         """Run one step. `tokens` [B, S], the rest [B], all int64; no sequence's `lengths + S` may pass `row_limit`.
 
         `next_tokens` holds the token after the known ones where it is given too, else -1; only chain drafts ask for it.
+        Without `sampling` the step is greedy.
         """
-        inputs = {"tokens": tokens, "num_tokens": num_tokens, "num_known": num_known, "lengths": lengths}
-        if self.takes_next_tokens:
-            inputs["next_tokens"] = next_tokens
-        for name, value in inputs.items():
-            self.binding.bind_cpu_input(name, np.ascontiguousarray(value, dtype=np.int64))
+        arguments = tokens, num_tokens, num_known, lengths, next_tokens, sampling
+        for name, value in small_inputs(self, self.small, *arguments).items():
+            self.binding.bind_cpu_input(name, value)
         self.session.run_with_iobinding(self.binding)
         values = {
             name: buffer.numpy().copy() for name, buffer in self.outputs.items()

@@ -10,7 +10,7 @@ import numpy as np
 from speccompile.export.directory import EngineDirectory
 from speccompile.export.errors import UserError
 from speccompile.plugins.block_attention.tensorrt_plugin import register
-from speccompile.runtime.session import StepOutput, check_batch, output_shapes
+from speccompile.runtime.session import Sampling, StepOutput, check_batch, output_shapes, small_inputs
 
 
 class TensorrtSession:
@@ -83,18 +83,18 @@ class TensorrtSession:
         num_known: np.ndarray,
         lengths: np.ndarray,
         next_tokens: np.ndarray,
+        sampling: Sampling | None = None,
     ) -> StepOutput:
         """Run one step, as `OnnxSession.step`; S may be up to `prefill_chunk`."""
-        given = {"tokens": tokens, "num_tokens": num_tokens, "num_known": num_known, "lengths": lengths}
-        given["next_tokens"] = next_tokens
+        given = small_inputs(self, self.small, tokens, num_tokens, num_known, lengths, next_tokens, sampling)
         torch, rows = self.torch, tokens.shape[1]
         context = self.contexts[0 if rows <= self.width else 1]
         if rows not in self.inputs:  # a buffer for each shape, so that a captured graph keeps its addresses
             self.inputs[rows] = {
-                name: torch.zeros(given[name].shape, dtype=torch.int64, device="cuda") for name in self.small
+                name: torch.from_numpy(value).cuda() for name, value in given.items()
             }
         for name, buffer in self.inputs[rows].items():
-            buffer.copy_(torch.from_numpy(np.ascontiguousarray(given[name], dtype=np.int64)))
+            buffer.copy_(torch.from_numpy(given[name]))
             context.set_input_shape(name, tuple(buffer.shape))
             context.set_tensor_address(name, buffer.data_ptr())
         if rows in self.graphs:

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from speccompile.export.directory import EngineDirectory
 from speccompile.plugins.block_attention import append_and_attend  # noqa: F401  registers the ops
-from speccompile.runtime.session import StepOutput, check_batch
+from speccompile.runtime.session import Sampling, StepOutput, check_batch, small_inputs
 
 WARM_UP = 3
 
@@ -61,16 +61,12 @@ class TorchSession:
         num_known: np.ndarray,
         lengths: np.ndarray,
         next_tokens: np.ndarray,
+        sampling: Sampling | None = None,
     ) -> StepOutput:
         """Run one step, as `OnnxSession.step`."""
-        given = {
-            "tokens": tokens, "num_tokens": num_tokens, "num_known": num_known, "lengths": lengths, "next_tokens": next_tokens,
-        }  # fmt: skip
-        host = {
-            name: torch.from_numpy(np.ascontiguousarray(value, dtype=np.int64))
-            for name, value in given.items()
-            if name in self.contract["inputs"]
-        }
+        arguments = tokens, num_tokens, num_known, lengths, next_tokens, sampling
+        small = small_inputs(self, self.contract["inputs"], *arguments)
+        host = {name: torch.from_numpy(value) for name, value in small.items()}
         rows = tokens.shape[1]
         if self.device.type == "cuda" and rows == self.width:
             if rows not in self.graphs:
