@@ -1,5 +1,7 @@
 """Engine directory to tokens. Works without torch; see `Engine.load`."""
 
 from speccompile.runtime.generation import Engine, Generation
+from speccompile.runtime.params import SamplingParams
+from speccompile.runtime.scheduler import Request, Scheduler
 
-__all__ = ["Engine", "Generation"]
+__all__ = ["Engine", "Generation", "Request", "SamplingParams", "Scheduler"]

@@ -1,129 +1,132 @@
-"""The generation loop: prompts in, tokens out, one step for the whole batch at a time.
+"""The Python API: an engine directory, prompts in, tokens out."""
 
-Every sequence is at its own place: one may still be feeding its prompt in chunks while another decodes, in the
-same step. A sequence ends at a stop token, at its budget, or when its cache is full.
-"""
-
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-
-import numpy as np
+from typing import Any
 
 from speccompile.export.directory import EngineDirectory, open_engine
 from speccompile.export.errors import UserError
+from speccompile.runtime.params import SamplingParams
+from speccompile.runtime.scheduler import Generation, Request, Scheduler
 from speccompile.runtime.self_check import self_check
-from speccompile.runtime.session import OnnxSession, StepOutput
+from speccompile.runtime.session import OnnxSession
+from speccompile.runtime.text import TextStream
+from speccompile.runtime.tokenizer import load_tokenizer
 
 PREFILL_CHUNK = 512
-
-
-@dataclass
-class Generation:
-    """What one prompt produced.
-
-    `acceptance_lengths` holds, for every decode step, the tokens it emitted (bonus token included) as far as they
-    were used. `finish_reason` is "stop" (a stop token, which is kept), "length" (the budget) or "capacity" (the cache
-    is full). Times are in seconds.
-    """
-
-    prompt: list[int]
-    token_ids: list[int] = field(default_factory=list)
-    acceptance_lengths: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-    proposals: list[list[int]] = field(default_factory=list)
-    """Every decode step's proposals (K-1, fewer where the draft's confidence cut them), for `verify` and the tests."""
-    confidences: list[list[float]] = field(default_factory=list)
-    """Likewise the draft's confidences in all K-1 of them, where it predicts any."""
-
-    @property
-    def acceptance_length(self) -> float | None:
-        """Mean tokens per decode step, bonus included; None before the first."""
-        return (
-            sum(self.acceptance_lengths) / len(self.acceptance_lengths) if self.acceptance_lengths else None
-        )
-
-
-@dataclass
-class _Sequence:
-    """A sequence's place in its prompt and cache; `block` is the next tokens to verify once the prompt is fed."""
-
-    result: Generation
-    budget: int
-    fed: int = 0
-    length: int = 0
-    block: np.ndarray | None = None
-    confidence: list[float] | None = None
-
-    @property
-    def live(self) -> bool:
-        return self.result.finish_reason is None
-
-    @property
-    def prefilling(self) -> bool:
-        return self.fed < len(self.result.prompt)
+Prompt = Sequence[int] | str
 
 
 class Engine:
-    """A loaded engine directory. Sessions are made on first use, one per batch size and mode, checked against the steps that
-    the build recorded, and kept."""
+    """A loaded engine directory. The session of the last batch size and mode is kept; each new one is first checked against
+    the steps that the build recorded."""
 
     def __init__(self, directory: EngineDirectory, threads: int = 0):
         self.directory = directory
         self.threads = threads
-        self._sessions: dict[tuple[int, bool], OnnxSession] = {}
+        self._session: tuple[tuple[int, bool], Any] | None = None
+        self._tokenizer: Any = None
 
     @classmethod
     def load(cls, path: str | Path, threads: int = 0) -> "Engine":
-        """Open an engine directory, verifying its manifest. `threads` 0 lets ONNX Runtime choose."""
+        """Open an engine directory, verifying its manifest. `threads` 0 lets the back end choose."""
         return cls(open_engine(Path(path)), threads)
 
-    def session(self, batch: int, plain: bool = False) -> OnnxSession:
-        settings = self.directory.settings
-        if plain and settings["plain_file"] is None:
+    @property
+    def settings(self) -> dict[str, Any]:
+        return self.directory.settings
+
+    @property
+    def tokenizer(self) -> Any:
+        """The target's, as a Transformers tokenizer. Raises UserError where the engine has none."""
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self.directory)
+        return self._tokenizer
+
+    def session(self, batch: int, plain: bool = False) -> Any:
+        """The step for `batch` sequences; `plain` decodes one row a step with the target alone."""
+        if plain and self.settings["plain_file"] is None:
             raise UserError(
-                f"{self.directory.path} holds no plain step (its back end is {settings['backend']}); decode with speculation."
+                f"{self.directory.path} holds no plain step (its back end is {self.settings['backend']}); decode with speculation."
             )
         key = batch, plain
-        if key not in self._sessions:
-            self._sessions.clear()  # one set of weights in memory at a time
-            session = _session_class(settings["backend"])(self.directory, batch, plain, self.threads)
+        if self._session is None or self._session[0] != key:
+            self._session = None  # one set of weights in memory at a time
+            session = _session_class(self.settings["backend"])(self.directory, batch, plain, self.threads)
             self_check(session, self.directory)
-            self._sessions[key] = session
-        return self._sessions[key]
+            self._session = key, session
+        return self._session[1]
+
+    def request(self, prompt: Prompt, params: SamplingParams = SamplingParams(), text: bool = False) -> Request:  # noqa: B008
+        """A checked request for a `Scheduler`. `text`: follow its text too, not its tokens alone. Raises UserError."""
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(map(int, prompt))
+        _check_prompt(ids, self.settings)
+        if params.samples and not self.settings["sampling"]:
+            raise UserError(
+                f"temperature is {params.temperature}, and {self.directory.path} decodes greedily only; build it again with --sampling."
+            )
+        follows = TextStream(self.tokenizer, params.stop) if text or params.stop else None
+        own = () if params.ignore_eos else self.settings["stop_token_ids"]
+        return Request(ids, params, frozenset([*own, *params.stop_token_ids]), follows)
+
+    def scheduler(self, slots: int | None = None, speculation: bool = True, **options: Any) -> Scheduler:
+        """Continuous batching over `slots` sequences (None: as many as the engine was built for)."""
+        options.setdefault("prefill_chunk", PREFILL_CHUNK)
+        if "prefill_chunk" in self.settings:
+            options["prefill_chunk"] = min(options["prefill_chunk"], self.settings["prefill_chunk"])
+        return Scheduler(
+            self.session(slots or self.settings["max_batch_size"], plain=not speculation), **options
+        )
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int = 128,
-        stop_token_ids: Sequence[int] = (),
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | int = SamplingParams(),  # noqa: B008
         speculation: bool = True,
         prefill_chunk: int = PREFILL_CHUNK,
+        block_width: int | None = None,
         on_tokens: Callable[[int, list[int]], None] = lambda index, tokens: None,
     ) -> list[Generation]:
-        """Greedy tokens for every prompt, as one batch.
+        """Continue every prompt, up to `max_batch_size` of them at a time.
 
         Args:
-            prompts: token ids, each prompt at least one and at most `max_seq_len` of them.
+            prompts: texts, or token ids, at least one and at most `max_seq_len` of them.
+            params: for all, or one for each; a number is `SamplingParams(max_new_tokens=…)`.
             speculation: False decodes one row a step with the target alone.
             prefill_chunk: most prompt tokens of a sequence in one step.
+            block_width: verify only so many rows of a block, the anchor included (large batches have less to spare).
             on_tokens: called with a prompt's index and its new tokens as they come.
         """
-        settings = self.directory.settings
-        for index, prompt in enumerate(prompts):
-            _check_prompt(index, prompt, settings)
-        if max_new_tokens < 1:
-            raise UserError(f"max_new_tokens is {max_new_tokens}; at least 1 was expected.")
-        session = self.session(len(prompts), plain=not speculation)
-        prefill_chunk = min(prefill_chunk, settings.get("prefill_chunk", prefill_chunk))
-        sequences = [_Sequence(Generation(list(map(int, prompt))), max_new_tokens) for prompt in prompts]
-        stop = frozenset(stop_token_ids)
-        while any(sequence.live for sequence in sequences):
-            _advance(session, sequences, stop, max(prefill_chunk, 1), on_tokens)
-        return [sequence.result for sequence in sequences]
+        if isinstance(params, int):
+            params = SamplingParams(max_new_tokens=params)
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+        if len(each) != len(prompts):
+            raise UserError(f"{len(prompts)} prompts were given with {len(each)} params; give one, or one for each.")
+        requests = [self.request(prompt, p) for prompt, p in zip(prompts, each)]
+        if not requests:
+            return []
+        slots = min(len(requests), self.settings["max_batch_size"])
+        scheduler = self.scheduler(slots, speculation, prefill_chunk=prefill_chunk, block_width=block_width)
+        index = {id(scheduler.add(request)): i for i, request in enumerate(requests)}
+        while scheduler.busy:
+            for request in scheduler.step():
+                on_tokens(index[id(request)], request.new_tokens)
+        return [request.result for request in requests]
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams = SamplingParams(), speculation: bool = True  # noqa: B008
+    ) -> Iterator[str]:
+        """The text that continues one prompt, piece by piece. What stops early stops the generation."""
+        request = self.request(prompt, params, text=True)
+        scheduler = self.scheduler(1, speculation)
+        scheduler.add(request)
+        try:
+            while scheduler.busy:
+                for moved in scheduler.step():
+                    if piece := moved.text.take():
+                        yield piece
+        finally:
+            scheduler.abort(request)
 
 
 def _session_class(backend: str) -> type:
@@ -139,105 +142,13 @@ def _session_class(backend: str) -> type:
     return OnnxSession
 
 
-def _check_prompt(index: int, prompt: Sequence[int], settings: dict) -> None:
+def _check_prompt(prompt: Sequence[int], settings: dict) -> None:
     if not 1 <= len(prompt) <= settings["max_seq_len"]:
         raise UserError(
-            f"Prompt {index} has {len(prompt)} tokens; this engine takes from 1 to {settings['max_seq_len']} (its --max-seq-len)."
+            f"A prompt has {len(prompt)} tokens; this engine takes from 1 to {settings['max_seq_len']} (its --max-seq-len)."
         )
     for token in prompt:
         if not 0 <= token < settings["vocab_size"]:
             raise UserError(
-                f"Prompt {index} holds the token {token}, which is outside the vocabulary of {settings['vocab_size']}."
+                f"A prompt holds the token {token}, which is outside the vocabulary of {settings['vocab_size']}."
             )
-
-
-def _advance(
-    session: OnnxSession,
-    sequences: list[_Sequence],
-    stop: frozenset[int],
-    chunk: int,
-    on_tokens: Callable[[int, list[int]], None],
-) -> None:
-    """One step for the batch: the next chunk of every unfinished prompt, the next block of every other sequence."""
-    start = time.perf_counter()
-    room = min(session.row_limit - sequence.length for sequence in sequences)
-    feeds = [_next_tokens(sequence, min(chunk, room)) for sequence in sequences]
-    rows = max(len(feed) for feed, _ in feeds)
-    tokens = np.zeros((len(sequences), rows), np.int64)
-    for row, (feed, _) in zip(tokens, feeds, strict=True):
-        row[: len(feed)] = feed
-    num_tokens = np.array([len(feed) for feed, _ in feeds])
-    num_known = np.array([known for _, known in feeds])
-    lengths = np.array([sequence.length for sequence in sequences])
-    output = session.step(tokens, num_tokens, num_known, lengths, _next_given(sequences, num_known))
-    seconds = time.perf_counter() - start
-    for index, sequence in enumerate(sequences):
-        if not sequence.live:
-            continue
-        was_prefilling = sequence.prefilling
-        sequence.length = int(output.new_lengths[index])
-        if was_prefilling:
-            sequence.result.prefill_s += seconds
-            sequence.fed += int(num_known[index])
-            if sequence.prefilling:
-                continue
-        else:
-            sequence.result.decode_s += seconds
-            sequence.result.proposals.append(feeds[index][0][1:].tolist())
-            if sequence.confidence is not None:
-                sequence.result.confidences.append(sequence.confidence)
-        emitted = output.emitted[index, : output.num_emitted[index]].tolist()
-        used = _emit(sequence, emitted, stop, session.max_seq_len)
-        if not was_prefilling:
-            sequence.result.acceptance_lengths.append(len(used))
-        _take_block(sequence, output, index)
-        if not sequence.live:
-            sequence.length = 0  # its rows of the next steps are padding, written over its own dead cache
-        on_tokens(index, used)
-
-
-def _next_given(sequences: list[_Sequence], num_known: np.ndarray) -> np.ndarray:
-    """[B] the prompt token after this step's chunk; -1 where the prompt ends with it, or has ended."""
-    ends = [s.fed + int(known) if s.live and s.prefilling else -1 for s, known in zip(sequences, num_known)]
-    return np.array(
-        [s.result.prompt[end] if 0 <= end < len(s.result.prompt) else -1 for s, end in zip(sequences, ends)]
-    )
-
-
-def _take_block(sequence: _Sequence, output: StepOutput, index: int) -> None:
-    """Keep what the sequence verifies next: anchor and proposals, as far as the draft's confidence reaches."""
-    if output.block is None:
-        sequence.block = output.emitted[index, :1]
-        return
-    rows = output.block.shape[1] if output.num_proposed is None else 1 + int(output.num_proposed[index])
-    sequence.block = output.block[index, :rows]
-    if output.confidence is not None:
-        sequence.confidence = output.confidence[index].tolist()
-
-
-def _next_tokens(sequence: _Sequence, limit: int) -> tuple[np.ndarray, int]:
-    """The tokens a sequence brings to the next step, and how many of them are given."""
-    if not sequence.live:
-        return np.empty(0, np.int64), 0
-    if sequence.prefilling:
-        feed = np.array(sequence.result.prompt[sequence.fed : sequence.fed + limit])
-        return feed, len(feed)
-    return sequence.block, 1
-
-
-def _emit(sequence: _Sequence, emitted: list[int], stop: frozenset[int], max_seq_len: int) -> list[int]:
-    """Append emitted tokens up to and including the first that ends the sequence; return those appended."""
-    result = sequence.result
-    used = []
-    for token in emitted:
-        result.token_ids.append(token)
-        used.append(token)
-        if token in stop:
-            result.finish_reason = "stop"
-        elif len(result.token_ids) == sequence.budget:
-            result.finish_reason = "length"
-        elif len(result.prompt) + len(result.token_ids) > max_seq_len:
-            result.finish_reason = "capacity"
-        if result.finish_reason:
-            break
-    return used

@@ -89,13 +89,12 @@ class OnnxSession:
         self.binding = self.session.io_binding()
         dtype = np.dtype(settings["dtype"])
         present = {value.name for value in self.session.get_inputs()}
-        self.caches = {
-            cache: ort.OrtValue.ortvalue_from_numpy(
-                np.zeros((batch, shape["heads"], self.capacity, shape["size"]), dtype)
-            )
+        self.arrays = {
+            cache: np.zeros((batch, shape["heads"], self.capacity, shape["size"]), dtype)
             for cache, shape in settings["caches"].items()
             if cache in present
         }
+        self.caches = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in self.arrays.items()}
         for cache, buffer in self.caches.items():
             self.binding.bind_ortvalue_input(cache, buffer)
         for output, cache in settings["aliases"][name].items():
@@ -116,6 +115,11 @@ class OnnxSession:
     def row_limit(self) -> int:
         """The last cache row a step's tokens may reach; behind it lies room for the draft's block."""
         return self.capacity - (0 if self.plain else self.width)
+
+    def copy_rows(self, source: int, target: int, rows: int) -> None:
+        """Copy the first rows of one sequence's caches to another's."""
+        for cache in self.arrays.values():
+            cache[target, :, :rows] = cache[source, :, :rows]
 
     def step(
         self,

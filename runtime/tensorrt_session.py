@@ -76,6 +76,11 @@ class TensorrtSession:
         """The last cache row a step's tokens may reach; behind it lies room for the draft's block."""
         return self.capacity - self.width
 
+    def copy_rows(self, source: int, target: int, rows: int) -> None:
+        """Copy the first rows of one sequence's caches to another's."""
+        for cache in self.caches.values():
+            cache[target, :, :rows] = cache[source, :, :rows]
+
     def step(
         self,
         tokens: np.ndarray,

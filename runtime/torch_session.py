@@ -53,6 +53,11 @@ class TorchSession:
         """The last cache row a step's tokens may reach; behind it lies room for the draft's block."""
         return self.capacity - (0 if self.plain else self.width)
 
+    def copy_rows(self, source: int, target: int, rows: int) -> None:
+        """Copy the first rows of one sequence's caches to another's."""
+        for cache in self.caches.values():
+            cache[target, :, :rows] = cache[source, :, :rows]
+
     @torch.no_grad()
     def step(
         self,
