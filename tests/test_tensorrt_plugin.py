@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import json
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -246,6 +247,7 @@ def test_the_full_librarys_road(target, tmp_path, monkeypatch):
     if not torch.cuda.is_available():
         refused = speccompile("run", tmp_path / "engine", "--prompt-ids", "1", code=2).stderr
         assert "is a tensorrt engine and runs on an NVIDIA GPU" in " ".join(refused.split())
+    sys.modules.pop("tensorrt", None)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorrt") is not None, reason="TensorRT is installed")
