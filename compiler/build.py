@@ -380,10 +380,18 @@ def _fuse(
     confident = draft_config is not None and draft_config.confidence != "none"
     threshold = options.confidence_threshold if confident else None
     step = Step(
-        width, tapped, *draft, chain=chain, confident=confident, threshold=threshold, sampling=options.sampling
+        width,
+        tapped,
+        *draft,
+        chain=chain,
+        confident=confident,
+        threshold=threshold,
+        sampling=options.sampling,
     )
     stages = [tapped, *draft]
-    graph_module = tracing.trace_step(step, stages, examples["target"], examples["draft"], chain, options.sampling, width)
+    graph_module = tracing.trace_step(
+        step, stages, examples["target"], examples["draft"], chain, options.sampling, width
+    )
     inline(graph_module, stages)
     small = ["emitted", "num_emitted", "new_lengths"]
     small += ["block"] * bool(draft) + ["confidence"] * confident + ["num_proposed"] * (threshold is not None)

@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -303,13 +303,32 @@ def run(
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on past the end-of-sequence token.")
     ] = False,
+    temperature: Annotated[
+        float, typer.Option(help="Above 0 samples, from an engine built with --sampling.")
+    ] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Sample among so many of the likeliest tokens; 0: all.")] = 0,
+    top_p: Annotated[
+        float, typer.Option(help="Sample among the likeliest tokens that make up this mass.")
+    ] = 1.0,
+    min_p: Annotated[
+        float, typer.Option(help="Sample among tokens at least this likely, as a share of the likeliest.")
+    ] = 0.0,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            help="The same seed gives the same text, with and without speculation.", show_default=False
+        ),
+    ] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End before this text (may be repeated).", show_default=False)
+    ] = None,
     stream: Annotated[bool, typer.Option("--stream", help="Print text as it comes.")] = False,
     threads: Annotated[int, typer.Option(help="CPU threads; 0 lets ONNX Runtime choose.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Generate greedily from an engine, and say how many tokens each step gave."""
+    """Generate from an engine, greedily unless told otherwise, and say how many tokens each step gave."""
     from speccompile.compiler.run import converse, generate_one
-    from speccompile.runtime import Engine
+    from speccompile.runtime import Engine, SamplingParams
 
     if (prompt is not None) + (prompt_ids is not None) > 1 or not (
         chat or prompt is not None or prompt_ids is not None
@@ -323,13 +342,13 @@ def run(
         )
     ids = None if prompt_ids is None else list(_parse_numbers("--prompt-ids", prompt_ids))
     loaded = Engine.load(engine, threads)
-    options: dict[str, Any] = dict(
-        max_new_tokens=max_new_tokens, speculation=not no_speculation, ignore_eos=ignore_eos, stream=stream
+    params = SamplingParams(
+        max_new_tokens, temperature, top_k, top_p, min_p, seed, tuple(stop or ()), ignore_eos=ignore_eos
     )
     if chat and prompt is None:
-        converse(loaded, out, **options)
+        converse(loaded, out, params, not no_speculation)
         return
-    answer = generate_one(loaded, prompt, ids, chat, **options)
+    answer = generate_one(loaded, prompt, ids, chat, params, not no_speculation, stream)
     summary = answer.pop("summary")
     if as_json:
         print(json.dumps(answer))

@@ -5,8 +5,8 @@ from typing import Any
 
 from rich.console import Console
 
-from speccompile.runtime import Engine, Generation
-from speccompile.runtime.tokenizer import chat_ids, load_tokenizer
+from speccompile.runtime import Engine, Generation, SamplingParams
+from speccompile.runtime.tokenizer import chat_ids
 
 BUILTIN_PROMPTS = (
     "The capital of France is",
@@ -31,8 +31,7 @@ def builtin_prompts(engine: Engine) -> list[list[int]]:
     settings = engine.directory.settings
     longest = max(1, settings["max_seq_len"] // 2)
     if has_tokenizer(engine):
-        tokenizer = load_tokenizer(engine.directory)
-        return [ids[:longest] for text in BUILTIN_PROMPTS if (ids := tokenizer.encode(text))]
+        return [ids[:longest] for text in BUILTIN_PROMPTS if (ids := engine.tokenizer.encode(text))]
     return [
         [(7 * i * i + 31 * n) % settings["vocab_size"] for i in range(min(4 + n, longest))] for n in range(8)
     ]
@@ -43,24 +42,24 @@ def generate_one(
     prompt: str | None,
     prompt_ids: list[int] | None,
     chat: bool,
-    max_new_tokens: int,
+    params: SamplingParams,
     speculation: bool,
-    ignore_eos: bool,
     stream: bool,
 ) -> dict[str, Any]:
     """One answer as `run --json` prints it, plus a `summary` line for people."""
-    tokenizer = load_tokenizer(engine.directory) if prompt is not None or has_tokenizer(engine) else None
+    tokenizer = engine.tokenizer if prompt is not None or has_tokenizer(engine) else None
     if prompt_ids is None:
         prompt_ids = (
             chat_ids(tokenizer, [{"role": "user", "content": prompt}]) if chat else tokenizer.encode(prompt)
         )
-    result = _generate(engine, tokenizer, prompt_ids, max_new_tokens, speculation, ignore_eos, stream)
+    result = _generate(engine, prompt_ids, params, speculation, stream)
     seconds = result.prefill_s + result.decode_s
     return {
         "token_ids": result.token_ids,
-        "text": tokenizer.decode(result.token_ids, skip_special_tokens=True) if tokenizer else None,
+        "text": result.text,
         "acceptance_lengths": result.acceptance_lengths,
         "finish_reason": result.finish_reason,
+        "seed": result.seed,
         "timings": {
             "prefill_s": result.prefill_s,
             "decode_s": result.decode_s,
@@ -70,66 +69,34 @@ def generate_one(
     }
 
 
-def converse(engine: Engine, console: Console, **options: Any) -> None:
+def converse(engine: Engine, console: Console, params: SamplingParams, speculation: bool) -> None:
     """Read lines until end of file; each is answered with all earlier turns as context."""
-    tokenizer = load_tokenizer(engine.directory)
     messages: list[dict[str, str]] = []
-    options["stream"] = True
     while True:
         try:
             line = console.input("> ")
         except EOFError:
             return
         messages.append({"role": "user", "content": line})
-        result = _generate(engine, tokenizer, chat_ids(tokenizer, messages), **options)
-        messages.append(
-            {"role": "assistant", "content": tokenizer.decode(result.token_ids, skip_special_tokens=True)}
-        )
+        result = _generate(engine, chat_ids(engine.tokenizer, messages), params, speculation, stream=True)
+        messages.append({"role": "assistant", "content": result.text})
 
 
 def _generate(
-    engine: Engine,
-    tokenizer: Any,
-    prompt_ids: list[int],
-    max_new_tokens: int,
-    speculation: bool,
-    ignore_eos: bool,
-    stream: bool,
+    engine: Engine, prompt_ids: list[int], params: SamplingParams, speculation: bool, stream: bool
 ) -> Generation:
-    printer = _Printer(tokenizer) if stream else None
-    stop = [] if ignore_eos else engine.directory.settings["stop_token_ids"]
-    result = engine.generate(
-        [prompt_ids],
-        max_new_tokens,
-        stop,
-        speculation,
-        on_tokens=(lambda index, tokens: printer.add(tokens)) if printer else lambda index, tokens: None,
-    )[0]
-    if printer:
-        printer.end()
-    return result
-
-
-class _Printer:
-    """Prints text as tokens come, holding back a tail that is not yet a whole character."""
-
-    def __init__(self, tokenizer: Any):
-        self.tokenizer, self.tokens, self.printed = tokenizer, [], 0
-
-    def add(self, tokens: list[int], final: bool = False) -> None:
-        self.tokens += tokens
-        if self.tokenizer is None:
-            text = "".join(f"{token}," for token in self.tokens)
-        else:
-            text = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
-        if final or not text.endswith("\ufffd"):
-            sys.stdout.write(text[self.printed :])
-            sys.stdout.flush()
-            self.printed = len(text)
-
-    def end(self) -> None:
-        self.add([], final=True)
+    request = engine.request(prompt_ids, params, text=has_tokenizer(engine))
+    scheduler = engine.scheduler(1, speculation)
+    scheduler.add(request)
+    while scheduler.busy:
+        for moved in scheduler.step():
+            if stream:
+                text = "".join(f"{t}," for t in moved.new_tokens) if moved.text is None else moved.text.take()
+                sys.stdout.write(text)
+                sys.stdout.flush()
+    if stream:
         sys.stdout.write("\n")
+    return request.result
 
 
 def _summary(result: Generation, engine: Engine) -> str:

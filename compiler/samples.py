@@ -61,7 +61,13 @@ class _Runner:
             name: torch.zeros(1, heads, capacity, size, dtype=dtype) for name, (heads, size) in caches.items()
         }
         width = output.args[0][program.outputs.index("emitted")].meta["val"].shape[1]
-        numbers = torch.zeros(1), torch.zeros(1, dtype=torch.long), torch.ones(1), torch.zeros(1), torch.zeros(1, width)
+        numbers = (
+            torch.zeros(1),
+            torch.zeros(1, dtype=torch.long),
+            torch.ones(1),
+            torch.zeros(1),
+            torch.zeros(1, width),
+        )
         self.greedy = dict(zip(SAMPLING_INPUTS, numbers))
         self.recorded: dict[str, torch.Tensor] = {}
         self.steps = 0

@@ -84,8 +84,7 @@ def _draw(weight: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 def _pick(weight: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Where the cumulative weight [B, K, N] first exceeds `target` [B, K], and what of the target is left there."""
     upto = weight.cumsum(-1)
-    steps = torch.arange(weight.shape[-1], device=weight.device)
-    last = torch.where(weight > 0, steps, 0).amax(-1)  # rounding may leave the target at or above the sum
+    last = (upto < upto[..., -1:]).long().sum(-1)  # rounding may leave the target at or above the sum
     index = torch.minimum((upto <= target[..., None]).long().sum(-1), last)
     before = torch.where(index > 0, upto.gather(-1, (index - 1).clamp(min=0)[..., None])[..., 0], 0.0)
     return index, target - before

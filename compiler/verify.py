@@ -81,10 +81,11 @@ def verify(
     """Compare speculation with eager decoding of the target, and with the engine's own plain decoding."""
     settings = engine.directory.settings
     tie = RELATIVE_TIE[settings["dtype"]] if tie is None else tie
-    stop = settings["stop_token_ids"]
     outcome = Verification()
-    speculated = [engine.generate([p], max_new_tokens, stop)[0] for p in prompts]
-    plain = [engine.generate([p], max_new_tokens, stop, speculation=False)[0] for p in prompts]
+    speculated, plain = (
+        [engine.generate([p], max_new_tokens, speculation)[0] for p in prompts]
+        for speculation in (True, False)
+    )
     for index, (prompt, fast, slow) in enumerate(zip(prompts, speculated, plain, strict=True)):
         logits = follow(target, prompt, fast.token_ids)
         outcome.prompts += 1

@@ -57,7 +57,9 @@ class Engine:
             self._session = key, session
         return self._session[1]
 
-    def request(self, prompt: Prompt, params: SamplingParams = SamplingParams(), text: bool = False) -> Request:  # noqa: B008
+    def request(
+        self, prompt: Prompt, params: SamplingParams = SamplingParams(), text: bool = False
+    ) -> Request:  # noqa: B008
         """A checked request for a `Scheduler`. `text`: follow its text too, not its tokens alone. Raises UserError."""
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(map(int, prompt))
         _check_prompt(ids, self.settings)
@@ -101,7 +103,9 @@ class Engine:
             params = SamplingParams(max_new_tokens=params)
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
         if len(each) != len(prompts):
-            raise UserError(f"{len(prompts)} prompts were given with {len(each)} params; give one, or one for each.")
+            raise UserError(
+                f"{len(prompts)} prompts were given with {len(each)} params; give one, or one for each."
+            )
         requests = [self.request(prompt, p) for prompt, p in zip(prompts, each)]
         if not requests:
             return []
@@ -114,7 +118,10 @@ class Engine:
         return [request.result for request in requests]
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams = SamplingParams(), speculation: bool = True  # noqa: B008
+        self,
+        prompt: Prompt,
+        params: SamplingParams = SamplingParams(),
+        speculation: bool = True,  # noqa: B008
     ) -> Iterator[str]:
         """The text that continues one prompt, piece by piece. What stops early stops the generation."""
         request = self.request(prompt, params, text=True)

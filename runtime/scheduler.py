@@ -60,7 +60,9 @@ class Generation:
 class Request:
     """A prompt on its way: waiting, then in a slot; `block` is the next tokens to verify once the prompt is fed."""
 
-    def __init__(self, prompt: list[int], params: SamplingParams, stop: frozenset[int], text: TextStream | None):
+    def __init__(
+        self, prompt: list[int], params: SamplingParams, stop: frozenset[int], text: TextStream | None
+    ):
         self.result = Generation(prompt)
         self.params, self.stop, self.text = params, stop, text
         self.uniforms = Uniforms(params.seed) if params.samples else None
@@ -131,7 +133,11 @@ class Scheduler:
     """
 
     def __init__(
-        self, session: Any, prefill_chunk: int = 512, max_step_tokens: int = 512, block_width: int | None = None
+        self,
+        session: Any,
+        prefill_chunk: int = 512,
+        max_step_tokens: int = 512,
+        block_width: int | None = None,
     ):
         self.session, self.prefill_chunk = session, max(prefill_chunk, 1)
         self.width = min(block_width or session.width, session.width)
@@ -173,7 +179,9 @@ class Scheduler:
         decoding = any(not r.prefilling for r in self.active)
         limit = min(self.prefill_chunk, self.mixed_chunk) if decoding else self.prefill_chunk
         limit = min([limit, *(session.row_limit - r.length for r in self.active)])
-        feeds = [(np.empty(0, np.int64), 0) if r is None else r.next_tokens(limit, self.width) for r in self.slots]
+        feeds = [
+            (np.empty(0, np.int64), 0) if r is None else r.next_tokens(limit, self.width) for r in self.slots
+        ]
         rows = max(len(feed) for feed, _ in feeds)
         for cached in self.cached:  # a free slot's rows of this step are written behind what it keeps
             del cached[max(0, session.row_limit - rows) :]

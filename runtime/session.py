@@ -39,11 +39,15 @@ class Sampling:
 
     @classmethod
     def greedy(cls, batch: int, width: int) -> "Sampling":
-        real = np.zeros(batch, np.float32)
-        return cls(real, np.zeros(batch, np.int64), real + 1, real, np.zeros((batch, width), np.float32))
+        zeros, ones = np.zeros(batch, np.float32), np.ones(batch, np.float32)
+        return cls(
+            zeros, np.zeros(batch, np.int64), ones, zeros.copy(), np.zeros((batch, width), np.float32)
+        )
 
 
-def small_inputs(session, names, tokens, num_tokens, num_known, lengths, next_tokens, sampling) -> dict[str, np.ndarray]:
+def small_inputs(
+    session, names, tokens, num_tokens, num_known, lengths, next_tokens, sampling
+) -> dict[str, np.ndarray]:
     """The step's inputs but caches, as far as `names` has them, contiguous and in their types."""
     given = {
         "tokens": tokens, "num_tokens": num_tokens, "num_known": num_known, "lengths": lengths, "next_tokens": next_tokens,

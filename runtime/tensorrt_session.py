@@ -95,9 +95,7 @@ class TensorrtSession:
         torch, rows = self.torch, tokens.shape[1]
         context = self.contexts[0 if rows <= self.width else 1]
         if rows not in self.inputs:  # a buffer for each shape, so that a captured graph keeps its addresses
-            self.inputs[rows] = {
-                name: torch.from_numpy(value).cuda() for name, value in given.items()
-            }
+            self.inputs[rows] = {name: torch.from_numpy(value).cuda() for name, value in given.items()}
         for name, buffer in self.inputs[rows].items():
             buffer.copy_(torch.from_numpy(given[name]))
             context.set_input_shape(name, tuple(buffer.shape))

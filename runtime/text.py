@@ -59,6 +59,4 @@ class TextStream:
 
     def _held_back(self) -> int:
         """Length of the longest tail that begins a stop string."""
-        return max(
-            (n for s in self.stop for n in range(1, len(s)) if self.text.endswith(s[:n])), default=0
-        )
+        return max((n for s in self.stop for n in range(1, len(s)) if self.text.endswith(s[:n])), default=0)

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speccompile.export.errors import UserError
+from speccompile.runtime import SamplingParams
 
 MAX_SEQ_LEN = 64
 token = st.integers(0, tiny.SIZES["vocab_size"] - 1)
@@ -103,7 +104,7 @@ def test_a_stop_token_inside_a_block_ends_the_text_with_it(pairs, offset):
     engine = pairs(target={"vocab_size": 4}, draft={"family": "dflash"}, block_width=4).engine
     free = engine.generate([[1, 2]], 24)[0].token_ids
     stop = free[offset]
-    result = engine.generate([[1, 2]], 24, stop_token_ids=[stop])[0]
+    result = engine.generate([[1, 2]], SamplingParams(24, stop_token_ids=(stop,)))[0]
     assert result.token_ids == free[: free.index(stop) + 1]
     assert result.finish_reason == "stop"
 
@@ -111,7 +112,8 @@ def test_a_stop_token_inside_a_block_ends_the_text_with_it(pairs, offset):
 def test_a_stop_token_at_the_budget_is_a_stop(pairs):
     engine = pairs(target=SMALL).engine
     first = engine.generate([[1, 2, 3]], 1)[0].token_ids[0]
-    assert engine.generate([[1, 2, 3]], 1, stop_token_ids=[first])[0].finish_reason == "stop"
+    params = SamplingParams(1, stop_token_ids=(first,))
+    assert engine.generate([[1, 2, 3]], params)[0].finish_reason == "stop"
 
 
 def test_text_that_holds_the_mask_token_is_not_cut(pairs):
@@ -141,7 +143,7 @@ def test_prompts_that_cannot_be(pairs, prompt, words):
 
 def test_a_batch_beyond_the_build_is_refused(pairs):
     with pytest.raises(UserError, match="max-batch-size 8"):
-        pairs(draft={"family": "dflash"}).engine.generate([[1]] * 9, 4)
+        pairs(draft={"family": "dflash"}).engine.session(9)
 
 
 def test_half_precision(pairs):

@@ -22,6 +22,7 @@ using Json = nlohmann::json;
 using Tokens = std::vector<int64_t>;
 
 constexpr int64_t kPrefillChunk = 512;
+const std::set<std::string> kGiven = {"tokens", "num_tokens", "num_known", "lengths", "next_tokens"};
 
 Json read_config(const std::string& directory) {
     std::ifstream file(directory + "/config.json");
@@ -44,8 +45,9 @@ class Step {
         for (const auto& tensor : settings.at("tensors")) {
             const std::string name = tensor.at("name");
             const bool is_cache = settings.at("caches").contains(name), is_input = tensor.at("role") == "input";
-            if (is_input && !is_cache) inputs_.insert(name);
-            if (tensor.contains("bound_to") || (is_input && !is_cache)) continue;
+            const bool is_given = is_input && !is_cache && kGiven.count(name);
+            if (is_given) inputs_.insert(name);
+            if (tensor.contains("bound_to") || is_given) continue;  // zeros are given for the rest: a temperature of 0 is greedy
             std::vector<int64_t> shape;
             for (const auto& dimension : tensor.at("shape")) shape.push_back(dimension.is_string() ? 1 : dimension.get<int64_t>());
             add(name, shape, tensor.at("dtype"));
