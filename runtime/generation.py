@@ -14,6 +14,7 @@ from speccompile.runtime.text import TextStream
 from speccompile.runtime.tokenizer import load_tokenizer
 
 PREFILL_CHUNK = 512
+GREEDY = SamplingParams()
 Prompt = Sequence[int] | str
 
 
@@ -57,9 +58,7 @@ class Engine:
             self._session = key, session
         return self._session[1]
 
-    def request(
-        self, prompt: Prompt, params: SamplingParams = SamplingParams(), text: bool = False
-    ) -> Request:  # noqa: B008
+    def request(self, prompt: Prompt, params: SamplingParams = GREEDY, text: bool = False) -> Request:
         """A checked request for a `Scheduler`. `text`: follow its text too, not its tokens alone. Raises UserError."""
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(map(int, prompt))
         _check_prompt(ids, self.settings)
@@ -83,7 +82,7 @@ class Engine:
     def generate(
         self,
         prompts: Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | int = SamplingParams(),  # noqa: B008
+        params: SamplingParams | Sequence[SamplingParams] | int = GREEDY,
         speculation: bool = True,
         prefill_chunk: int = PREFILL_CHUNK,
         block_width: int | None = None,
@@ -120,8 +119,8 @@ class Engine:
     def stream(
         self,
         prompt: Prompt,
-        params: SamplingParams = SamplingParams(),
-        speculation: bool = True,  # noqa: B008
+        params: SamplingParams = GREEDY,
+        speculation: bool = True,
     ) -> Iterator[str]:
         """The text that continues one prompt, piece by piece. What stops early stops the generation."""
         request = self.request(prompt, params, text=True)

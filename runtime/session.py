@@ -40,9 +40,7 @@ class Sampling:
     @classmethod
     def greedy(cls, batch: int, width: int) -> "Sampling":
         zeros, ones = np.zeros(batch, np.float32), np.ones(batch, np.float32)
-        return cls(
-            zeros, np.zeros(batch, np.int64), ones, zeros.copy(), np.zeros((batch, width), np.float32)
-        )
+        return cls(zeros, np.zeros(batch, np.int64), ones, zeros.copy(), np.zeros((batch, width), np.float32))
 
 
 def small_inputs(
