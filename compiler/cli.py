@@ -358,6 +358,77 @@ def run(
     err.print(summary, style="dim", soft_wrap=True)
 
 
+@app.command()
+def serve(
+    engine: EnginePath,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 is every one of this machine's.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
+    model_name: Annotated[
+        str | None,
+        typer.Option(
+            help="What clients call the model. \\[default: the engine directory's name]", show_default=False
+        ),
+    ] = None,
+    slots: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Sequences at a time. \\[default: the build's --max-batch-size]", show_default=False
+        ),
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="SPECCOMPILE_API_KEY",
+            help="Ask clients for it; the variable keeps it out of process lists.",
+            show_default=False,
+        ),
+    ] = None,
+    max_waiting: Annotated[
+        int, typer.Option(min=1, help="Requests in the queue; more are answered 429.")
+    ] = 256,
+    max_body_bytes: Annotated[
+        int, typer.Option(min=1, help="Largest body; larger ones are answered 413.")
+    ] = 4194304,
+    request_timeout: Annotated[
+        float, typer.Option(help="Seconds a request may take, its wait included.")
+    ] = 600.0,
+    drain: Annotated[float, typer.Option(help="Seconds that running requests get after SIGTERM.")] = 30.0,
+    threads: Annotated[int, typer.Option(help="CPU threads; 0 lets the back end choose.")] = 0,
+) -> None:
+    """Serve an engine with the OpenAI API: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics.
+
+    Example: speccompile serve engines/mine --port 8000
+    """
+    try:
+        import uvicorn
+
+        from speccompile.runtime.server import ServerOptions, create_app
+    except ImportError as error:
+        raise UserError(f"serve needs {error.name}: pip install 'speccompile[serve]'.") from None
+    from speccompile.runtime import Engine
+
+    loaded = Engine.load(engine, threads)
+    name = model_name or engine.resolve().name
+    options = ServerOptions(name, api_key, max_body_bytes, max_waiting, request_timeout, drain)
+    with err.status("loading the engine"):
+        _ = loaded.tokenizer
+        application = create_app(loaded, options, slots)
+    config = uvicorn.Config(
+        application,
+        host=host,
+        port=port,
+        log_level="warning",
+        timeout_graceful_shutdown=max(1, round(drain)) + 5,
+    )
+    server = uvicorn.Server(config)
+    listening = config.bind_socket()
+    address = f"http://{host}:{listening.getsockname()[1]}"
+    err.print(f"Serving {name} at {address}/v1; {address}/metrics; stop with Ctrl-C.", soft_wrap=True)
+    server.run([listening])
+
+
 def _parse_numbers(option: str, text: str | None) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(",")) if text is not None else ()
