@@ -1,5 +1,6 @@
 """Continuous batching: what a request gets does not depend on who else is there."""
 
+import asyncio
 import random
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from speccompile.export.errors import UserError
-from speccompile.runtime import SamplingParams
+from speccompile.runtime import AsyncEngine, SamplingParams
 from speccompile.runtime.scheduler import Generation
 from speccompile.runtime.text import TextStream
 
@@ -238,3 +239,31 @@ def test_a_stop_string_ends_the_sequence_with_the_token_that_completes_it(pairs,
     pieces = pair.engine.stream([1, 2], SamplingParams(24))
     assert next(pieces) and pieces.close() is None  # an abandoned stream
     assert np.array_equal(pair.engine.generate([[1, 2]], 24)[0].token_ids, free)
+
+
+def test_async_requests_share_the_batch(pairs, monkeypatch):
+    pair = pairs(target={"vocab_size": 8}, draft=tiny.FAMILIES["causal-depth"])
+    letters = SimpleNamespace(
+        decode=lambda tokens, skip_special_tokens=True: "".join("abcdefgh"[t] for t in tokens)
+    )
+    monkeypatch.setattr(pair.engine, "_tokenizer", letters)
+    prompts = ragged(12, seed=4)
+
+    async def text(engine, prompt):
+        return "".join([piece async for piece in engine.stream(prompt, SamplingParams(20))])
+
+    async def abandon(engine):
+        async for _ in engine.stream([1], SamplingParams(60)):
+            return
+
+    async def main():
+        with AsyncEngine(pair.engine, slots=3) as engine:
+            await abandon(engine)
+            results = asyncio.gather(*(engine.generate(p, SamplingParams(20)) for p in prompts))
+            texts = await asyncio.gather(*(text(engine, p) for p in prompts))
+            tokens = [r.token_ids for r in await results]
+            return tokens, texts
+
+    tokens, texts = asyncio.run(main())
+    assert tokens == [pair.engine.generate([p], 20)[0].token_ids for p in prompts]
+    assert texts == [letters.decode(t) for t in tokens]
