@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
+from speccompile.compiler import cli_engine
+from speccompile.compiler.cli_common import AsJson, EnginePath, TrustRemoteCode, err, out, parse_numbers
 from speccompile.export.directory import discard_unfinished
 from speccompile.export.errors import UserError
 
@@ -21,15 +22,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-out, err = Console(highlight=False), Console(stderr=True, highlight=False)
-
-EnginePath = Annotated[
-    Path, typer.Argument(metavar="ENGINE", help="Engine directory written by `speccompile build`.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
-TrustRemoteCode = Annotated[
-    bool, typer.Option(help="Run modelling code that the target's checkpoint brings along.")
-]
+for command in (cli_engine.run, cli_engine.serve, cli_engine.bench):
+    app.command()(command)
 
 
 def main() -> None:
@@ -167,7 +161,7 @@ def build(
         max_batch_size=max_batch_size,
         dtype=dtype,
         backend=backend,
-        sm=_parse_numbers("--sm", sm),
+        sm=parse_numbers("--sm", sm),
         sampling=sampling,
         plugin=plugin,
         prefill_chunk=prefill_chunk,
@@ -286,154 +280,6 @@ def convert_draft(
         return
     print_draft(out, config.describe())
     out.print(f"Written to {out_dir}.", soft_wrap=True)
-
-
-@app.command()
-def run(
-    engine: EnginePath,
-    prompt: Annotated[str | None, typer.Option(help="Text to continue (with --chat: to answer).")] = None,
-    prompt_ids: Annotated[str | None, typer.Option(metavar="1,2,3", help="Token ids to continue.")] = None,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Use the chat template; without --prompt, talk line by line.")
-    ] = False,
-    max_new_tokens: Annotated[int, typer.Option(help="Most tokens to produce.")] = 128,
-    no_speculation: Annotated[
-        bool, typer.Option("--no-speculation", help="Plain decoding, one row a step: the yardstick.")
-    ] = False,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Go on past the end-of-sequence token.")
-    ] = False,
-    temperature: Annotated[
-        float, typer.Option(help="Above 0 samples, from an engine built with --sampling.")
-    ] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Sample among so many of the likeliest tokens; 0: all.")] = 0,
-    top_p: Annotated[
-        float, typer.Option(help="Sample among the likeliest tokens that make up this mass.")
-    ] = 1.0,
-    min_p: Annotated[
-        float, typer.Option(help="Sample among tokens at least this likely, as a share of the likeliest.")
-    ] = 0.0,
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            help="The same seed gives the same text, with and without speculation.", show_default=False
-        ),
-    ] = None,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="End before this text (may be repeated).", show_default=False)
-    ] = None,
-    stream: Annotated[bool, typer.Option("--stream", help="Print text as it comes.")] = False,
-    threads: Annotated[int, typer.Option(help="CPU threads; 0 lets ONNX Runtime choose.")] = 0,
-    as_json: AsJson = False,
-) -> None:
-    """Generate from an engine, greedily unless told otherwise, and say how many tokens each step gave."""
-    from speccompile.compiler.run import converse, generate_one
-    from speccompile.runtime import Engine, SamplingParams
-
-    if (prompt is not None) + (prompt_ids is not None) > 1 or not (
-        chat or prompt is not None or prompt_ids is not None
-    ):
-        raise UserError("Give one of --prompt TEXT, --prompt-ids 1,2,3 or --chat.")
-    if chat and prompt_ids is not None:
-        raise UserError("--chat needs text, not --prompt-ids.")
-    if as_json and (stream or (chat and prompt is None)):
-        raise UserError(
-            "--json prints one object at the end; it does not go with --stream or an open --chat."
-        )
-    ids = None if prompt_ids is None else list(_parse_numbers("--prompt-ids", prompt_ids))
-    loaded = Engine.load(engine, threads)
-    params = SamplingParams(
-        max_new_tokens, temperature, top_k, top_p, min_p, seed, tuple(stop or ()), ignore_eos=ignore_eos
-    )
-    if chat and prompt is None:
-        converse(loaded, out, params, not no_speculation)
-        return
-    answer = generate_one(loaded, prompt, ids, chat, params, not no_speculation, stream)
-    summary = answer.pop("summary")
-    if as_json:
-        print(json.dumps(answer))
-        return
-    if not stream:
-        print(answer["text"] if answer["text"] is not None else ",".join(map(str, answer["token_ids"])))
-    err.print(summary, style="dim", soft_wrap=True)
-
-
-@app.command()
-def serve(
-    engine: EnginePath,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on; 0.0.0.0 is every one of this machine's.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
-    model_name: Annotated[
-        str | None,
-        typer.Option(
-            help="What clients call the model. \\[default: the engine directory's name]", show_default=False
-        ),
-    ] = None,
-    slots: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Sequences at a time. \\[default: the build's --max-batch-size]", show_default=False
-        ),
-    ] = None,
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            envvar="SPECCOMPILE_API_KEY",
-            help="Ask clients for it; the variable keeps it out of process lists.",
-            show_default=False,
-        ),
-    ] = None,
-    max_waiting: Annotated[
-        int, typer.Option(min=1, help="Requests in the queue; more are answered 429.")
-    ] = 256,
-    max_body_bytes: Annotated[
-        int, typer.Option(min=1, help="Largest body; larger ones are answered 413.")
-    ] = 4194304,
-    request_timeout: Annotated[
-        float, typer.Option(help="Seconds a request may take, its wait included.")
-    ] = 600.0,
-    drain: Annotated[float, typer.Option(help="Seconds that running requests get after SIGTERM.")] = 30.0,
-    threads: Annotated[int, typer.Option(help="CPU threads; 0 lets the back end choose.")] = 0,
-) -> None:
-    """Serve an engine with the OpenAI API: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics.
-
-    Example: speccompile serve engines/mine --port 8000
-    """
-    try:
-        import uvicorn
-
-        from speccompile.runtime.server import ServerOptions, create_app
-    except ImportError as error:
-        raise UserError(f"serve needs {error.name}: pip install 'speccompile[serve]'.") from None
-    from speccompile.runtime import Engine
-
-    loaded = Engine.load(engine, threads)
-    name = model_name or engine.resolve().name
-    options = ServerOptions(name, api_key, max_body_bytes, max_waiting, request_timeout, drain)
-    with err.status("loading the engine"):
-        _ = loaded.tokenizer
-        application = create_app(loaded, options, slots)
-    config = uvicorn.Config(
-        application,
-        host=host,
-        port=port,
-        log_level="warning",
-        timeout_graceful_shutdown=max(1, round(drain)) + 5,
-    )
-    server = uvicorn.Server(config)
-    listening = config.bind_socket()
-    address = f"http://{host}:{listening.getsockname()[1]}"
-    err.print(f"Serving {name} at {address}/v1; {address}/metrics; stop with Ctrl-C.", soft_wrap=True)
-    server.run([listening])
-
-
-def _parse_numbers(option: str, text: str | None) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(",")) if text is not None else ()
-    except ValueError:
-        raise UserError(f"{option} {text!r} is not a list of whole numbers such as 1,2,3.") from None
 
 
 @app.command()

@@ -1,6 +1,5 @@
 """What a Prometheus server reads of a serving engine; times are seconds, by the field's usual definitions."""
 
-import time
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -67,6 +66,5 @@ class Metrics:
         self.prompt_tokens.inc(len(result.prompt))
         self.cached_tokens.inc(result.reused_tokens)
         after_first = len(result.token_ids) - 1
-        if after_first > 0 and result.time_to_first_token is not None:
-            elapsed = time.perf_counter() - request.arrived - result.time_to_first_token
-            self.per_token.observe(elapsed / after_first)
+        if after_first > 0 and result.elapsed_s is not None:
+            self.per_token.observe((result.elapsed_s - result.time_to_first_token) / after_first)

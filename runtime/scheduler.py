@@ -38,6 +38,8 @@ class Generation:
     decode_s: float = 0.0
     time_to_first_token: float | None = None
     """From the request's arrival, its wait for a slot included."""
+    elapsed_s: float | None = None
+    """From its arrival to its end."""
     reused_tokens: int = 0
     """Prompt tokens that another request had left in a cache."""
     seed: int | None = None
@@ -228,6 +230,8 @@ class Scheduler:
         if not was_prefilling:
             result.acceptance_lengths.append(len(request.new_tokens))
         request.take_block(output, index)
+        if not request.live:
+            result.elapsed_s = time.perf_counter() - request.arrived
         if not request.live and request.text is not None:
             request.text.finish()
             result.text = request.text.text

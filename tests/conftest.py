@@ -65,3 +65,15 @@ def onnx_instead(monkeypatch):
     backend = dataclasses.replace(backends.BACKENDS["tensorrt-rtx"], dtypes=("float32",))
     monkeypatch.setitem(backends.BACKENDS, "tensorrt-rtx", backend)
     monkeypatch.setattr("speccompile.runtime.generation._session_class", lambda backend: OnnxSession)
+
+
+@pytest.fixture(scope="session")
+def tiny_engine(tmp_path_factory):
+    """The trained tiny pair as an engine with sampling, four sequences of 256 tokens: its directory, named `tiny`."""
+    from speccompile.compiler.build import BuildOptions, build
+
+    out = tmp_path_factory.mktemp("trained") / "tiny"
+    samples = Path(__file__).parents[1] / "samples" / "tiny"
+    pair = str(samples / "target"), str(samples / "causal-depth")
+    build(BuildOptions(*pair, out, max_seq_len=256, max_batch_size=4, sampling=True))
+    return out

@@ -1,63 +1,31 @@
 """The server, through OpenAI's own client and through what no client would send."""
 
-import contextlib
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import pytest
+from serving import serving
 from shell import speccompile
 
-from speccompile.compiler.build import BuildOptions, build
 from speccompile.runtime import Engine, SamplingParams
 
 openai = pytest.importorskip("openai")
 uvicorn = pytest.importorskip("uvicorn")
 pytest.importorskip("fastapi")
-from speccompile.runtime.server import ServerOptions, create_app  # noqa: E402
 
-TINY = Path(__file__).parents[1] / "samples" / "tiny"
 TEXT = 'The "while" statement is used for'
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    out = tmp_path_factory.mktemp("server") / "tiny"
-    pair = str(TINY / "target"), str(TINY / "causal-depth")
-    build(BuildOptions(*pair, out, max_seq_len=256, max_batch_size=4, sampling=True))
-    return out
-
-
-@contextlib.contextmanager
-def serving(path, **options):
-    """A server on a free port, on a thread: (its URL, its application)."""
-    app = create_app(Engine.load(path, threads=1), ServerOptions(**{"model_name": "tiny"} | options))
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical"))
-    sock = socket.socket()
-    sock.bind(("127.0.0.1", 0))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    try:
-        yield f"http://127.0.0.1:{sock.getsockname()[1]}", app
-    finally:
-        server.should_exit = True
-        thread.join(20)
-        assert not thread.is_alive()
-
-
-@pytest.fixture(scope="module")
-def server(path):
-    with serving(path) as (url, app):
+def server(tiny_engine):
+    with serving(tiny_engine) as (url, app):
         yield url, app
 
 
@@ -67,8 +35,8 @@ def client(server):
 
 
 @pytest.fixture(scope="module")
-def engine(path):
-    return Engine.load(path, threads=1)
+def engine(tiny_engine):
+    return Engine.load(tiny_engine, threads=1)
 
 
 def idle(app):
@@ -242,8 +210,8 @@ def test_what_means_nothing_is_taken(client):
     assert done.choices[0].finish_reason == "length"
 
 
-def test_limits_and_keys(path):
-    with serving(path, api_key="secret", max_body_bytes=1000) as (url, _):
+def test_limits_and_keys(tiny_engine):
+    with serving(tiny_engine, api_key="secret", max_body_bytes=1000) as (url, _):
         good = openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0)
         assert good.completions.create(model="tiny", prompt="a", max_tokens=1).choices
         with pytest.raises(openai.AuthenticationError, match="missing or wrong"):
@@ -270,8 +238,8 @@ class Slow:
         return self.session.step(*arguments)
 
 
-def test_a_full_queue_and_a_deadline(path):
-    with serving(path, max_waiting=2, request_timeout_s=1.0) as (url, app):
+def test_a_full_queue_and_a_deadline(tiny_engine):
+    with serving(tiny_engine, max_waiting=2, request_timeout_s=1.0) as (url, app):
         scheduler = app.state.background.scheduler
         scheduler.session = Slow(scheduler.session, 0.1)
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0)
@@ -297,8 +265,8 @@ def test_a_full_queue_and_a_deadline(path):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_vanishes_frees_its_slot(path, stream):
-    with serving(path) as (url, app):
+def test_a_client_that_vanishes_frees_its_slot(tiny_engine, stream):
+    with serving(tiny_engine) as (url, app):
         scheduler = app.state.background.scheduler
         scheduler.session = Slow(scheduler.session, 0.1)
         body = json.dumps(GOOD | {"max_tokens": 250, "ignore_eos": True, "stream": stream}).encode()
@@ -313,8 +281,8 @@ def test_a_client_that_vanishes_frees_its_slot(path, stream):
         assert request.result.finish_reason == "abort" and len(request.result.token_ids) < 250
 
 
-def test_a_failing_step_ends_requests_not_the_server(path):
-    with serving(path) as (url, app):
+def test_a_failing_step_ends_requests_not_the_server(tiny_engine):
+    with serving(tiny_engine) as (url, app):
         scheduler = app.state.background.scheduler
         scheduler.session = Slow(scheduler.session, None)  # time.sleep(None) raises
         answer = httpx.post(f"{url}/v1/completions", json=GOOD)
@@ -323,13 +291,13 @@ def test_a_failing_step_ends_requests_not_the_server(path):
         assert httpx.post(f"{url}/v1/completions", json=GOOD).status_code == 429
 
 
-def test_the_command_serves_and_drains_at_sigterm(path):
+def test_the_command_serves_and_drains_at_sigterm(tiny_engine):
     command = [
         sys.executable,
         "-c",
         "from speccompile.compiler.cli import main; main()",
         "serve",
-        path,
+        tiny_engine,
         "--port",
         "0",
     ]
