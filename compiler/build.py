@@ -19,7 +19,7 @@ from speccompile.compiler import backends, checkpoint, referee, samples, tracing
 from speccompile.compiler.backends import Backend
 from speccompile.compiler.drafts.config import DraftConfig
 from speccompile.compiler.drafts.loading import load_draft, resolve_draft
-from speccompile.compiler.sampling import SAMPLING_INPUTS
+from speccompile.compiler.sampling import LOG_PROBABILITY_OUTPUTS, SAMPLING_INPUTS
 from speccompile.compiler.stages import Stage, flat_copy, inline
 from speccompile.compiler.step import Step
 from speccompile.export import directory as engine
@@ -393,7 +393,7 @@ def _fuse(
         step, stages, examples["target"], examples["draft"], chain, options.sampling, width
     )
     inline(graph_module, stages)
-    small = ["emitted", "num_emitted", "new_lengths"]
+    small = ["emitted", "num_emitted", "new_lengths", *LOG_PROBABILITY_OUTPUTS * options.sampling]
     small += ["block"] * bool(draft) + ["confidence"] * confident + ["num_proposed"] * (threshold is not None)
     inputs = ["tokens", "num_tokens", "num_known", "lengths", *names["target"], *names["draft"]]
     inputs += ["next_tokens"] * chain + list(SAMPLING_INPUTS) * options.sampling
@@ -427,7 +427,10 @@ def _dims(program: Program, caches: dict[str, tuple[int, int]], capacity: int, w
         "block": ["batch", width],
         "confidence": ["batch", width - 1],
         "uniforms": ["batch", width],
+        "logprobs": ["batch", width],
     }
+    for name in set(program.outputs) & {"top_tokens", "top_logprobs"}:
+        dims[name] = ["batch", width, program.returned(name).meta["val"].shape[2]]
     for name in (*program.inputs, *program.outputs):
         cache = program.aliases.get(name, name)
         if cache in caches:

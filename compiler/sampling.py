@@ -12,6 +12,8 @@ second within the first one's crossing bin, find the threshold to 8e-6 nats. Tok
 import torch
 
 SAMPLING_INPUTS = ("temperature", "top_k", "top_p", "min_p", "uniforms")
+LOG_PROBABILITY_OUTPUTS = ("logprobs", "top_tokens", "top_logprobs")
+MOST_LOGPROBS = 20
 MOST_TOP_K = 256
 BINS = 2048
 RANGE = 32.0
@@ -48,6 +50,18 @@ def sample(
     kept = _within(gap * (BINS / RANGE), weight, limit)
     weight = weight * kept * (gap <= -torch.log(min_p)[:, None, None])
     return torch.where((temperature == 0)[:, None], best, _draw(weight, uniforms))
+
+
+def log_probabilities(
+    logits: torch.Tensor, choices: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of the choices [B, K] under the target's softmax at temperature 1: [B, K] float32; and its MOST_LOGPROBS likeliest tokens
+    [B, K, 20] int64 with theirs."""
+    scores = logits.float()
+    total = scores.logsumexp(-1, keepdim=True)
+    best = scores.topk(min(MOST_LOGPROBS, logits.shape[-1]), dim=-1)
+    chosen = scores.gather(-1, choices[..., None]) - total
+    return chosen[..., 0], best.indices, best.values - total
 
 
 def _within(place: torch.Tensor, weight: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ B sequences, S rows this step (K in decoding, a chunk in prefill), K block width
 import torch
 from torch import nn
 
-from speccompile.compiler.sampling import sample
+from speccompile.compiler.sampling import log_probabilities, sample
 from speccompile.compiler.stages import Stage
 
 
@@ -28,7 +28,8 @@ class Step(nn.Module):
     `sampling.sample` takes; the target's and the draft's caches, a flat list of key, value, key, value, … [B, Hkv, C, D].
 
     Outputs: `emitted` [B, K] and `num_emitted` [B], the target's choices after the last known row (accepted
-    proposals, then the bonus token); `new_lengths` [B] = lengths + num_known + accepted; with a draft `block`
+    proposals, then the bonus token); `new_lengths` [B] = lengths + num_known + accepted; with `sampling` what
+    `sampling.log_probabilities` returns; with a draft `block`
     [B, K], the next anchor and its proposals; `confidence` [B, K-1] where the draft predicts it, and `num_proposed` [B]
     if `threshold` cuts the block at the first proposal less confident; then all caches.
     """
@@ -76,8 +77,11 @@ class Step(nn.Module):
         accepted = (wrong.to(torch.int64).cumsum(1) == 0).to(torch.int64).sum(1)  # [B]
         new_lengths = lengths + num_known + accepted
         anchor = choices.gather(1, accepted[:, None])[:, 0]  # the bonus token opens the next block
+        verified = [choices, accepted + 1, new_lengths]
+        if self.sampling:
+            verified += log_probabilities(logits, choices)
         if self.propose is None:
-            return choices, accepted + 1, new_lengths, *target_caches
+            return *verified, *target_caches
 
         # Inject: every row's tapped features become context in the draft's caches; rows past the accepted ones
         # are overwritten below or masked by length. A chain's rows are also given the token after each.
@@ -103,4 +107,4 @@ class Step(nn.Module):
                 small.append(
                     ((confidence < self.threshold).to(torch.int64).cumsum(1) == 0).to(torch.int64).sum(1)
                 )
-        return choices, accepted + 1, new_lengths, *small, *target_caches, *rest
+        return *verified, *small, *target_caches, *rest

@@ -66,6 +66,10 @@ class Engine:
             raise UserError(
                 f"temperature is {params.temperature}, and {self.directory.path} decodes greedily only; build it again with --sampling."
             )
+        if params.logprobs is not None and not self.settings["sampling"]:
+            raise UserError(
+                f"logprobs were asked for, and {self.directory.path} does not compute them; build it again with --sampling."
+            )
         follows = TextStream(self.tokenizer, params.stop) if text or params.stop else None
         own = () if params.ignore_eos else self.settings["stop_token_ids"]
         return Request(ids, params, frozenset([*own, *params.stop_token_ids]), follows)

@@ -5,7 +5,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from speccompile.export.errors import UserError
-from speccompile.runtime.params import MOST_TOP_K, SamplingParams
+from speccompile.runtime.params import MOST_LOGPROBS, MOST_TOP_K, SamplingParams
 
 
 class StreamOptions(BaseModel):
@@ -33,7 +33,6 @@ class Common(BaseModel):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    logprobs: bool | int | None = None
 
     def refuse(self, **refused: bool) -> None:
         """Raises UserError for what would change the text and cannot be done: nothing is ignored silently."""
@@ -42,7 +41,6 @@ class Common(BaseModel):
             "frequency_penalty": bool(self.frequency_penalty),
             "repetition_penalty": self.repetition_penalty not in (None, 1.0),
             "logit_bias": bool(self.logit_bias),
-            "logprobs": self.logprobs is not None and self.logprobs is not False,
         }
         for name, given in refused.items():
             if given:
@@ -66,18 +64,25 @@ class Common(BaseModel):
             seed=None if self.seed is None else (self.seed + index) % 2**64,
             stop=tuple(stop),
             ignore_eos=self.ignore_eos,
+            logprobs=self.alternatives,
         )
 
 
 class CompletionRequest(Common):
     prompt: str | list[int] | list[str] | list[list[int]]
     max_tokens: int | None = Field(16, ge=1)
+    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     echo: bool = False
     best_of: int | None = None
     suffix: str | None = None
 
     def check(self) -> None:
         self.refuse(echo=self.echo, suffix=bool(self.suffix), best_of=self.best_of not in (None, self.n))
+
+    @property
+    def alternatives(self) -> int | None:
+        """How many alternatives of each token to give; None: no log-probabilities at all."""
+        return self.logprobs
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -108,7 +113,8 @@ class ChatRequest(Common):
     messages: list[Message] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    top_logprobs: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     response_format: dict[str, Any] | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
@@ -117,9 +123,12 @@ class ChatRequest(Common):
         self.refuse(
             tools=bool(self.tools),
             tool_choice=self.tool_choice not in (None, "none"),
-            top_logprobs=bool(self.top_logprobs),
             response_format=self.response_format not in (None, {"type": "text"}),
         )
+
+    @property
+    def alternatives(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def conversation(self) -> list[dict[str, str]]:

@@ -3,12 +3,22 @@
 import math
 import secrets
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from speccompile.export.errors import UserError
 
 MOST_TOP_K = 256
+MOST_LOGPROBS = 20
+
+
+class TokenLogprob(NamedTuple):
+    """Of an emitted token, under the target's softmax at temperature 1; `top` the likeliest tokens and theirs."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]
 
 
 @dataclass(frozen=True)
@@ -28,6 +38,8 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
+    """Keep every token's log-probability, and this many of the likeliest alternatives; None keeps none."""
 
     def __post_init__(self):
         """Raises UserError for a number out of its range."""
@@ -39,6 +51,11 @@ class SamplingParams:
             ("top_k", 0 <= self.top_k <= MOST_TOP_K, f"from 0 (all tokens) to {MOST_TOP_K}"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("min_p", 0 <= self.min_p <= 1, "from 0 to 1"),
+            (
+                "logprobs",
+                self.logprobs is None or 0 <= self.logprobs <= MOST_LOGPROBS,
+                f"from 0 to {MOST_LOGPROBS}",
+            ),
             ("stop", all(self.stop), "strings that are not empty"),
         )
         for name, holds, expected in checks:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from speccompile.runtime.params import SamplingParams, Uniforms
+from speccompile.runtime.params import SamplingParams, TokenLogprob, Uniforms
 from speccompile.runtime.session import Sampling, StepOutput
 from speccompile.runtime.text import TextStream
 
@@ -46,6 +46,8 @@ class Generation:
     """What its uniform numbers came from, where it was sampled."""
     text: str | None = None
     """Where the request had stop strings or its text was asked for."""
+    logprobs: list[TokenLogprob] | None = None
+    """Of every emitted token, where the request asked for it."""
     proposals: list[list[int]] = field(default_factory=list)
     """Every decode step's proposals (K-1, fewer where the draft's confidence cut them), for `verify` and the tests."""
     confidences: list[list[float]] = field(default_factory=list)
@@ -69,6 +71,7 @@ class Request:
         self.params, self.stop, self.text = params, stop, text
         self.uniforms = Uniforms(params.seed) if params.samples else None
         self.result.seed = self.uniforms.seed if self.uniforms else None
+        self.result.logprobs = None if params.logprobs is None else []
         self.arrived = time.perf_counter()
         self.fed = self.length = 0
         self.block: np.ndarray | None = None
@@ -227,6 +230,8 @@ class Scheduler:
                 result.confidences.append(request.confidence)
         emitted = output.emitted[index, : output.num_emitted[index]].tolist()
         request.new_tokens = request.emit(emitted, self.session.max_seq_len)
+        if result.logprobs is not None:
+            result.logprobs += _logprobs(request.new_tokens, request.params.logprobs, output, index)
         if not was_prefilling:
             result.acceptance_lengths.append(len(request.new_tokens))
         request.take_block(output, index)
@@ -281,6 +286,14 @@ class Scheduler:
     def _release(self, index: int) -> None:
         self.cached[index] = self.slots[index].committed
         self.slots[index] = None
+
+
+def _logprobs(tokens: list[int], most: int, output: StepOutput, index: int) -> list[TokenLogprob]:
+    rows = zip(tokens, output.logprobs[index], output.top_tokens[index], output.top_logprobs[index])
+    return [
+        TokenLogprob(token, float(own), list(zip(top[:most].tolist(), theirs[:most].tolist())))
+        for token, own, top, theirs in rows
+    ]
 
 
 def _common(a: list[int], b: list[int]) -> int:

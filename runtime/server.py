@@ -5,7 +5,6 @@ import contextlib
 import hmac
 import json
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from speccompile.export.errors import UserError
 from speccompile.runtime.background import Background, Full
 from speccompile.runtime.generation import Engine
 from speccompile.runtime.metrics import Metrics
+from speccompile.runtime.openai_answers import ChatAnswer, CompletionAnswer, Piece
 from speccompile.runtime.openai_schema import ChatRequest, Common, CompletionRequest
 from speccompile.runtime.scheduler import Request as Sequence
 from speccompile.runtime.tokenizer import chat_ids
@@ -81,7 +81,7 @@ def create_app(engine: Engine, options: ServerOptions, slots: int | None = None)
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, http: Request) -> Response:
         body.check()
-        answer = _Answer("cmpl", "text_completion", options.model_name, _text_choice, _text_choice)
+        answer = CompletionAnswer(options.model_name, engine)
         return await answer_to(http, body, body.prompts, body.max_tokens, answer)
 
     @app.post("/v1/chat/completions")
@@ -94,11 +94,11 @@ def create_app(engine: Engine, options: ServerOptions, slots: int | None = None)
             raise
         except Exception as error:  # a template's own raise_exception
             raise ApiError(400, f"The chat template refused the messages: {error}") from None
-        answer = _Answer("chatcmpl", "chat.completion", options.model_name, _message_choice, _delta_choice)
+        answer = ChatAnswer(options.model_name, engine)
         return await answer_to(http, body, [ids], most, answer)
 
     async def answer_to(
-        http: Request, body: Common, prompts: list, most: int | None, answer: "_Answer"
+        http: Request, body: Common, prompts: list, most: int | None, answer: CompletionAnswer
     ) -> Response:
         if body.model not in (None, options.model_name):
             raise ApiError(
@@ -116,10 +116,10 @@ def create_app(engine: Engine, options: ServerOptions, slots: int | None = None)
         work.submit()
         if body.stream:
             usage = body.stream_options is not None and body.stream_options.include_usage
-            events = answer.events(work, usage)
+            events = _events(work, answer, usage)
             return StreamingResponse(events, media_type="text/event-stream")
         await work.finish(http)
-        return JSONResponse(answer.whole(work))
+        return JSONResponse(answer.whole([s.result for s in work.sequences], work.usage))
 
     return app
 
@@ -176,16 +176,17 @@ class _Work:
     def _deliver(self, index: int) -> Callable[[Sequence], None]:
         def deliver(sequence: Sequence) -> None:  # on the scheduler's thread
             self.metrics.observe(sequence)
-            text = sequence.text.take()
+            text, kept, count = sequence.text.take(), sequence.result.logprobs, len(sequence.new_tokens)
+            new = None if kept is None else kept[len(kept) - count :]
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
                 self.loop.call_soon_threadsafe(
-                    self.news.put_nowait, (index, text, sequence.result.finish_reason)
+                    self.news.put_nowait, Piece(index, text, new, sequence.result.finish_reason)
                 )
 
         return deliver
 
-    async def pieces(self) -> AsyncIterator[tuple[int, str, str | None]]:
-        """(choice, new text, finish reason or None) until all have ended. Raises ApiError on a failure or at the deadline."""
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """What is new of each choice, until all have ended. Raises ApiError on a failure or at the deadline."""
         try:
             while self.left:
                 try:
@@ -196,9 +197,9 @@ class _Work:
                     raise ApiError(
                         504, "The request took longer than this server allows.", "timeout_error", "timeout"
                     ) from None
-                if piece[2] is not None:
+                if piece.reason is not None:
                     self.left -= 1
-                if piece[2] == "error":
+                if piece.reason == "error":
                     raise ApiError(500, "The engine failed; the server's log says why.", "server_error")
                 yield piece
         finally:
@@ -241,66 +242,16 @@ class _Work:
         }
 
 
-@dataclass(frozen=True)
-class _Answer:
-    """How an endpoint words what it gives: the ids' prefix, the object's name, and its choices whole and in pieces."""
-
-    prefix: str
-    kind: str
-    model: str
-    whole_choice: Callable[[str], dict[str, Any]]
-    piece_choice: Callable[[str], dict[str, Any]]
-
-    def _frame(self, identity: str, created: int, choices: list, streaming: bool) -> dict[str, Any]:
-        kind = "chat.completion.chunk" if streaming and self.kind == "chat.completion" else self.kind
-        return {"id": identity, "object": kind, "created": created, "model": self.model, "choices": choices}
-
-    def whole(self, work: _Work) -> dict[str, Any]:
-        choices = [
-            {"index": i, "logprobs": None, "finish_reason": _reason(s.result.finish_reason)}
-            | self.whole_choice(s.result.text)
-            for i, s in enumerate(work.sequences)
-        ]
-        return self._frame(_identity(self.prefix), int(time.time()), choices, False) | {"usage": work.usage}
-
-    async def events(self, work: _Work, usage: bool) -> AsyncIterator[str]:
-        identity, created = _identity(self.prefix), int(time.time())
-        started: set[int] = set()
-        try:
-            async for index, text, reason in work.pieces():
-                choice = self.piece_choice(text)
-                if "delta" in choice and index not in started:
-                    choice["delta"] = {"role": "assistant"} | choice["delta"]
-                started.add(index)
-                choice = {"index": index, "logprobs": None, "finish_reason": _reason(reason)} | choice
-                frame = self._frame(identity, created, [choice], True)
-                yield _event(frame | ({"usage": None} if usage else {}))
-            if usage:
-                yield _event(self._frame(identity, created, [], True) | {"usage": work.usage})
-        except ApiError as error:
-            yield _event(error.body)
-        yield "data: [DONE]\n\n"
-
-
-def _text_choice(text: str) -> dict[str, Any]:
-    return {"text": text}
-
-
-def _message_choice(text: str) -> dict[str, Any]:
-    return {"message": {"role": "assistant", "content": text}}
-
-
-def _delta_choice(text: str) -> dict[str, Any]:
-    return {"delta": {"content": text}}
-
-
-def _reason(reason: str | None) -> str | None:
-    """A full cache is a length to the API's clients."""
-    return "length" if reason == "capacity" else reason
-
-
-def _identity(prefix: str) -> str:
-    return f"{prefix}-{uuid.uuid4().hex}"
+async def _events(work: _Work, answer: CompletionAnswer, usage: bool) -> AsyncIterator[str]:
+    """Server-sent events; an error on the way is one of them."""
+    try:
+        async for piece in work.pieces():
+            yield _event(answer.piece(piece) | ({"usage": None} if usage else {}))
+        if usage:
+            yield _event(answer.frame([], streaming=True) | {"usage": work.usage})
+    except ApiError as error:
+        yield _event(error.body)
+    yield "data: [DONE]\n\n"
 
 
 def _event(value: dict[str, Any]) -> str:

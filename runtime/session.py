@@ -11,6 +11,7 @@ import onnxruntime as ort
 
 from speccompile.export.directory import EngineDirectory
 from speccompile.export.errors import UserError
+from speccompile.runtime.params import MOST_LOGPROBS
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,10 @@ class StepOutput:
     block: np.ndarray | None = None
     confidence: np.ndarray | None = None
     num_proposed: np.ndarray | None = None
+    logprobs: np.ndarray | None = None
+    """With `--sampling`: [B, K] of the emitted tokens, and the likeliest tokens [B, K, 20] with theirs."""
+    top_tokens: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -62,8 +67,12 @@ def check_batch(batch: int, settings: dict) -> None:
         )
 
 
-def output_shapes(batch: int, width: int) -> dict[str, tuple[int, ...]]:
+REAL_OUTPUTS = ("confidence", "logprobs", "top_logprobs")
+
+
+def output_shapes(batch: int, width: int, vocabulary: int) -> dict[str, tuple[int, ...]]:
     """Of `StepOutput`'s fields, as far as an engine has them."""
+    best = batch, width, min(MOST_LOGPROBS, vocabulary)
     return {
         "emitted": (batch, width),
         "num_emitted": (batch,),
@@ -71,6 +80,9 @@ def output_shapes(batch: int, width: int) -> dict[str, tuple[int, ...]]:
         "block": (batch, width),
         "confidence": (batch, width - 1),
         "num_proposed": (batch,),
+        "logprobs": (batch, width),
+        "top_tokens": best,
+        "top_logprobs": best,
     }
 
 
@@ -105,9 +117,9 @@ class OnnxSession:
         returned = {value.name for value in self.session.get_outputs()}
         self.outputs = {
             n: ort.OrtValue.ortvalue_from_numpy(
-                np.zeros(shape, np.float32 if n == "confidence" else np.int64)
+                np.zeros(shape, np.float32 if n in REAL_OUTPUTS else np.int64)
             )
-            for n, shape in output_shapes(batch, self.width).items()
+            for n, shape in output_shapes(batch, self.width, settings["vocab_size"]).items()
             if n in returned
         }
         for output, buffer in self.outputs.items():

@@ -41,7 +41,7 @@ class TensorrtSession:
         self.small = [name for name, t in tensors.items() if t["role"] == "input" and name not in self.caches]
         self.outputs = {
             name: torch.zeros(shape, dtype=getattr(torch, tensors[name]["dtype"]), device="cuda")
-            for name, shape in output_shapes(batch, self.width).items()
+            for name, shape in output_shapes(batch, self.width, settings["vocab_size"]).items()
             if name in tensors
         }
         self.pinned = {

@@ -57,6 +57,13 @@ def test_it_decodes_as_python_does(pairs, decode, family):
         assert f"in {len(expected.acceptance_lengths)} decode steps" in done.stderr
 
 
+def test_an_engine_that_can_sample_is_decoded_greedily(pairs, decode):
+    pair = pairs(draft=tiny.FAMILIES["causal-depth"], sampling=True)
+    (expected,) = pair.engine.generate([[3, 1, 2]], 24)
+    done = decode(pair.engine.directory.path, 24, [3, 1, 2])
+    assert done.stdout.split() == [str(token) for token in expected.token_ids]
+
+
 def test_it_cuts_blocks_by_confidence(pairs, decode):
     pair = pairs(draft=tiny.FAMILIES["dspark"], confidence_threshold=0.5)
     (expected,) = pair.engine.generate([[3, 1, 2]], 24)

@@ -196,3 +196,20 @@ def test_the_command_samples(pairs):
         for more in ((), (), ("--no-speculation",))
     )
     assert one == same == plain
+
+
+@pytest.mark.parametrize("temperature", [0.0, 20.0])
+def test_log_probabilities_are_the_targets(pairs, temperature):
+    pair = pairs(target=SMALL, draft=DRAFT, sampling=True, max_batch_size=16)
+    asked = SamplingParams(12, temperature=temperature, seed=1, logprobs=4, ignore_eos=True)
+    for speculation in (True, False):
+        for result in pair.engine.generate([[1, 2, 3], [7] * 9], asked, speculation):
+            with torch.no_grad():
+                logits = pair.target(torch.tensor([result.prompt + result.token_ids])).logits[0].double()
+            expected = logits.log_softmax(-1)[len(result.prompt) - 1 : -1]
+            assert [e.token for e in result.logprobs] == result.token_ids
+            for row, entry in zip(expected, result.logprobs, strict=True):
+                assert entry.logprob == pytest.approx(row[entry.token].item(), abs=2e-3)
+                assert [t for t, _ in entry.top] == row.topk(4).indices.tolist()
+    with pytest.raises(UserError, match="does not compute them; build it again with --sampling"):
+        pairs(target=SMALL, draft=DRAFT).engine.generate([[1]], SamplingParams(2, logprobs=0))

@@ -152,6 +152,31 @@ def test_models_health_and_metrics(client, server):
     assert after["speccompile_requests_running"] == after["speccompile_cache_usage_ratio"] == 0
 
 
+def test_log_probabilities(client, engine):
+    """Of the target's own softmax, whole and streamed, in both endpoints' forms."""
+    asked = dict(model="tiny", prompt=TEXT, max_tokens=10, temperature=0)
+    given = client.completions.create(**asked, logprobs=3).choices[0].logprobs
+    result = engine.generate([TEXT], SamplingParams(10, logprobs=3))[0]
+    assert given.token_logprobs == pytest.approx([e.logprob for e in result.logprobs], abs=1e-6)
+    assert given.tokens == [engine.tokenizer.decode([t]) for t in result.token_ids]
+    assert all(
+        max(top.values()) == own for top, own in zip(given.top_logprobs, given.token_logprobs)
+    )  # greedy
+    assert given.text_offset == [len("".join(given.tokens[:i])) for i in range(10)]
+    chunks = list(client.completions.create(**asked, logprobs=0, stream=True))
+    assert [p for c in chunks for p in c.choices[0].logprobs.token_logprobs] == given.token_logprobs
+    assert client.completions.create(**asked).choices[0].logprobs is None
+    chat = dict(
+        model="tiny",
+        messages=[{"role": "user", "content": "while"}],
+        max_tokens=5,
+        logprobs=True,
+        top_logprobs=2,
+    )
+    entries = client.chat.completions.create(**chat).choices[0].logprobs.content
+    assert len(entries) == 5 and all(len(e.top_logprobs) == 2 and e.bytes for e in entries)
+
+
 GOOD = {"model": "tiny", "prompt": "a", "max_tokens": 2}
 
 
@@ -179,7 +204,7 @@ GOOD = {"model": "tiny", "prompt": "a", "max_tokens": 2}
         ("completions", GOOD | {"surprise": 1}, 400, "surprise: Extra inputs"),
         ("completions", GOOD | {"frequency_penalty": 0.5}, 400, "frequency_penalty is not supported"),
         ("completions", GOOD | {"logit_bias": {"5": 1}}, 400, "logit_bias is not supported"),
-        ("completions", GOOD | {"logprobs": 1}, 400, "logprobs is not supported"),
+        ("completions", GOOD | {"logprobs": 21}, 400, "logprobs"),
         ("completions", GOOD | {"echo": True}, 400, "echo is not supported"),
         ("completions", GOOD | {"model": "gpt-5"}, 404, "The model 'gpt-5' does not exist"),
         ("completions", GOOD | {"prompt": ["a"] * 300}, 400, "at most 256 can wait"),
