@@ -22,8 +22,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (cli_engine.run, cli_engine.serve, cli_engine.bench):
-    app.command()(command)
+for command in (cli_engine.run, cli_engine.serve, cli_engine.bench, cli_engine.export_triton):
+    app.command(command.__name__.replace("_", "-"))(command)
 
 
 def main() -> None:

@@ -229,3 +229,31 @@ def bench(
         print(json.dumps(report))
         return
     print_bench(out, report)
+
+
+def export_triton(
+    engine: EnginePath,
+    to: Annotated[Path, typer.Option("--out", metavar="DIR", help="Model repository to write into.")],
+    name: Annotated[
+        str | None,
+        typer.Option(help="The model's name. \\[default: the engine directory's]", show_default=False),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a model of that name.")] = False,
+) -> None:
+    """Write a Triton Inference Server model repository: the step, its caches as a sequence's state.
+
+    Example: speccompile export-triton engines/mine --out repository
+    """
+    from speccompile.export.directory import open_engine
+    from speccompile.export.triton import export_triton as write
+
+    name = name or engine.resolve().name
+    if not name.replace("-", "").replace("_", "").replace(".", "").isalnum():
+        raise UserError(
+            f"--name {name!r} is no name for a directory; letters, digits, dots, dashes and underscores are."
+        )
+    with err.status("writing"):
+        written = write(open_engine(engine), to, name, force)
+    out.print(
+        f"Model written to {written}; serve it with: tritonserver --model-repository {to}", soft_wrap=True
+    )
