@@ -375,5 +375,38 @@ def inspect(
         print_description(out, description)
 
 
+@app.command()
+def port(
+    launch: Annotated[
+        str,
+        typer.Argument(
+            metavar="COMMAND|FILE",
+            help="The launch in quotes, or a file that holds it: script, Dockerfile, Kubernetes, Compose or configuration YAML.",
+        ),
+    ],
+    backend: Annotated[str, typer.Option(help="As for `build`: torch runs where SGLang does.")] = "torch",
+    to: Annotated[
+        str, typer.Option("--out", metavar="DIR", help="Engine directory in the commands.")
+    ] = "engines/ported",
+    as_json: AsJson = False,
+) -> None:
+    """Turn an SGLang, vLLM or TensorRT-LLM launch with a draft into the commands that do the same here.
+
+    Example: speccompile port "python -m sglang.launch_server --model-path Qwen/Qwen3-8B --speculative-algorithm DFLASH --speculative-draft-model-path z-lab/Qwen3-8B-DFlash-b16"
+    """
+    from speccompile.compiler import backends
+    from speccompile.compiler.port import port as porting
+    from speccompile.compiler.port.launch import find_launch
+    from speccompile.compiler.tables import print_port
+
+    backends.choose(backend)
+    ported = porting.port(find_launch(launch), backend, to)
+    described = porting.as_json(ported, to)
+    if as_json:
+        print(json.dumps(described))
+    else:
+        print_port(out, described)
+
+
 if __name__ == "__main__":
     main()

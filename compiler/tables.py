@@ -181,3 +181,21 @@ def _shortened(tensors: list[dict[str, Any]]) -> list[dict[str, Any]]:
     if skipped:
         kept.append({"name": f"… and {skipped} caches of further layers", "dtype": "", "shape": ""})
     return kept
+
+
+def print_port(console: Console, ported: dict[str, Any]) -> None:
+    table = _table(f"What {ported['server']} was told", "flag", "value", "here", "as")
+    for column in table.columns[1:]:
+        column.justify = "left"
+    for line in ported["flags"]:
+        table.add_row(line["flag"], escape(line["value"]), line["outcome"], escape(line["note"]))
+    console.print(table, "")
+    for note in ported["notes"]:
+        console.print(escape(note), soft_wrap=True)
+    for warning in ported["warnings"]:
+        console.print(f"[bold]note:[/] {escape(warning)}", soft_wrap=True)
+    console.print("")
+    if ported["environment"]:
+        console.print(f"export {' '.join(f'{name}=…' for name in ported['environment'])}", soft_wrap=True)
+    for command in ("build", "verify", "serve"):
+        console.print(escape(ported[command]), soft_wrap=True)
